@@ -20,7 +20,6 @@ from virtual_gpus.features.distributed.groups import described
 
 _WORDS = 400  # bytes of what a rank says of itself
 _SAME_SIZE = ("all_reduce", "broadcast", "reduce", "all_gather", "reduce_scatter")
-_left_behind: weakref.WeakSet[object] = weakref.WeakSet()
 _counts: weakref.WeakKeyDictionary[object, int] = weakref.WeakKeyDictionary()
 
 
@@ -50,21 +49,8 @@ def number(words: str) -> float:
 
 
 def count(group: Any) -> None:
-    """This process begins a collective of GPU tensors in a group. Errors say which it was.
-
-    Raises CollectiveMismatch if another one was given up (`leave_behind`).
-    """
-    if group in _left_behind:
-        raise CollectiveMismatch(
-            f"An earlier collective of {_name(group)} was given up, so its ranks are out of step. Make a new group."
-        )
+    """This process begins a collective of GPU tensors in a group. Errors say which it was."""
     _counts[group] = _counts.get(group, 0) + 1
-
-
-def leave_behind(names: list[str]) -> None:
-    """A collective of each of these groups was given up: a message of it is still on its way."""
-    world = torch.distributed.distributed_c10d._world
-    _left_behind.update(group for group, name in world.pg_names.items() if name in names)
 
 
 def mismatch(group: Any, words: str, told: Callable[[torch.Tensor], list[torch.Tensor]]) -> CollectiveMismatch:

@@ -133,9 +133,7 @@ def meet(call: OpCall, gpus: Sequence[VirtualGPU | None]) -> Meeting | None:
     return _meet(gpu, group, kind, what, nbytes, call.tensors)
 
 
-def charge_collective(
-    call: OpCall, gpus: Sequence[VirtualGPU | None], result: Any, meeting: Meeting | None = None
-) -> None:
+def charge_collective(call: OpCall, gpus: Sequence[VirtualGPU | None], result: Any, meeting: Meeting | None) -> None:
     """Called after a collective or a message on tensors of GPUs was issued.
 
     gpus: those of the tensors of its first list. result: what it returned. meeting: that of a collective.
@@ -389,8 +387,11 @@ def run(call: OpCall) -> Any:
         result = alone.answer(call)
     elif alone.answers(call):
         result = alone.collective(call)
+    elif kind_of(call.op.base) and type(_group_of(call)) is torch.distributed.ProcessGroup:
+        return _carry_out(call, gpus, lambda result: foreach_ops.place_rows(columns, gpus, result), meeting)
     else:
-        return carry_out(call, gpus, lambda result: foreach_ops.place_rows(columns, gpus, result), meeting)
+        result = _issue(call)
+        foreach_ops.place_rows(columns, gpus, result)
     charge_collective(call, gpus, result, meeting)
     return result
 
@@ -451,10 +452,10 @@ def _group_of(call: OpCall):
     return None if boxed is None else torch.distributed.ProcessGroup.unbox(boxed)
 
 
-def carry_out(
+def _carry_out(
     call: OpCall, gpus: Sequence[VirtualGPU | None], place: Callable[[Any], None], meeting: Meeting | None
 ) -> Any:
-    """Have gloo carry out a collective or a message of GPU tensors, and put it on the clock. Returns its result.
+    """Have gloo carry out a collective of GPU tensors, and put it on the clock. Returns its result.
 
     gpus: those of the tensors of its first list. place: gives results their blocks on the GPU. meeting: see `meet`.
 
@@ -463,11 +464,6 @@ def carry_out(
     makes is copied. The collective is over when this returns. That delays no rank: all ranks have come by then
     (`meet`), and how long a collective takes on GPUs is for the clock to say.
     """
-    if not kind_of(call.op.base) or type(_group_of(call)) is not torch.distributed.ProcessGroup:
-        result = _issue(call)
-        place(result)
-        charge_collective(call, gpus, result, meeting)
-        return result
     sent = _issue(call, _same_bytes)
     makes_tensors = call.func.namespace != "c10d" and not call.op.written
     try:

@@ -9,6 +9,7 @@ A list of tensors of one size travels through one flat tensor in PyTorch's NCCL 
 
 from __future__ import annotations
 
+import copy
 import functools
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -26,7 +27,7 @@ from virtual_gpus.features.distributed.collectives import give_to_future, rememb
 from virtual_gpus.features.distributed.groups import is_nccl, require_backend
 from virtual_gpus.machine import active
 from virtual_gpus.patches.table import Patch, around
-from virtual_gpus.placement.storages import allocation_of, gpu_of, is_fake, is_wrapper, nbytes, put, scratch, tensors_in
+from virtual_gpus.placement.storages import gpu_of, is_fake, is_wrapper, nbytes, scratch, tensors_in
 from virtual_gpus.threads import below, this_thread
 
 _FLOAT8 = {torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz}
@@ -46,7 +47,6 @@ _INTO_ONE = {"allgather_into_tensor_coalesced": "_allgather_base", "all_gather_s
              "reduce_scatter_single_coalesced": "_reduce_scatter_base"}  # fmt: skip
 _MESSAGES = ("send", "recv", "recv_anysource")
 messages: weakref.WeakSet[Any] = weakref.WeakSet()  # works of messages: gloo may wait for one of them once only
-_collectives: weakref.WeakSet[Any] = weakref.WeakSet()  # works of collectives of NCCL
 _TAG = 1 << 21  # messages of all_to_all go beside those of the program
 _open: dict[Any, list[Any]] = {}  # group -> works of a coalescing block that has not ended
 
@@ -105,8 +105,6 @@ def _list_like(tensors: Any, other: Any) -> Any:
 def _one_for_all(group: Any, whole: torch.Tensor, part: torch.Tensor, what: str) -> tuple[torch.Tensor, torch.Tensor]:
     """A tensor of all ranks' parts, and this rank's part, in shapes that gloo takes: the parts side by side."""
     ranks = group.size()
-    if whole.dtype != part.dtype:
-        raise TypeError(_WRONG_TYPE[what])
     if whole.numel() != ranks * part.numel():
         raise ValueError(_WRONG_SIZE[what])
     if part.dim() and whole.shape == (ranks * part.shape[0], *part.shape[1:]):
@@ -114,8 +112,6 @@ def _one_for_all(group: Any, whole: torch.Tensor, part: torch.Tensor, what: str)
     return _seen_as(whole, (whole.numel(),)), _seen_as(part, (part.numel(),))
 
 
-_WRONG_TYPE = {"gather": "output tensor must have the same type as input tensor",
-               "scatter": "input tensor must be the same type as the output tensor."}  # fmt: skip
 _WRONG_SIZE = {"gather": "output tensor size must be equal to world_size times input tensor size",
                "scatter": "input tensor must be the same size as output size times world size"}  # fmt: skip
 
@@ -193,21 +189,6 @@ def _adapt(group: Any, name: str, args: list[Any]) -> list[Any]:
     return args
 
 
-def _premultiplied(name: str, args: list[Any], factor: Any) -> list[Any]:
-    """PREMUL_SUM: what is summed is multiplied first. Results of `allreduce` are in place; other inputs stay."""
-    if "scatter" not in name:
-        for tensor in tensors_in(args):
-            tensor.mul_(factor)
-        return args
-    return [args[0], _scaled(args[1], factor), *args[2:]]
-
-
-def _scaled(value: Any, factor: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return put(value * factor, allocation_of(value))  # NCCL multiplies on the way: no memory of the GPU
-    return [_scaled(part, factor) for part in value]
-
-
 def _by_nccls_rules(name: str, function: Callable) -> Callable:
     """The method `name` of a process group, which gloo has as `function`."""
 
@@ -232,10 +213,10 @@ def _by_nccls_rules(name: str, function: Callable) -> Callable:
             else:
                 with torch.no_grad():  # not a decorator, whose frame of PyTorch's would be in every traceback
                     work = _issue(group, name, function, list(args), rest)
-                if work is not None:
-                    (messages if name in _MESSAGES else _collectives).add(work)
-                    if group in _open:
-                        _open[group].append(work)
+                if work is not None and name in _MESSAGES:
+                    messages.add(work)
+                if work is not None and group in _open:
+                    _open[group].append(work)
         remember(work)
         return work
 
@@ -291,32 +272,31 @@ def _issue(group: Any, name: str, function: Callable, args: list[Any], rest: dic
         _check_operation(op, tensors_in(args)[0].dtype)
     with below():
         args = _adapt(group, name, args)
-        if op is not None and op == ops.PREMUL_SUM:
-            args = _premultiplied(name, args, op.__getstate__()[1])
     of_integers = op is not None and op == ops.AVG and not (outputs[0].is_floating_point() or outputs[0].is_complex())
     if op is None or not (op == ops.PREMUL_SUM or of_integers):
         return function(group, *args, **rest)
+    kept = copy.copy(op)  # `op` is a part of the options, which change
     if opts is None:
-        return function(group, *[ops.SUM if value is op else value for value in args])
-    opts.reduceOp = ops.SUM  # C++ copies the options; the program's own are to stay as they were
-    try:
-        work = function(group, *args, **rest)
-    finally:
-        opts.reduceOp = op
-    if of_integers and (name != "reduce" or opts.rootRank == group.rank()):
-        with below():  # NCCL divides integers on the way; gloo refuses a mean of them
-            work.wait()
+        work = function(group, *[ops.SUM if value is op else value for value in args])
+    else:
+        opts.reduceOp = ops.SUM  # C++ copies the options; the program's own are to stay as they were
+        try:
+            work = function(group, *args, **rest)
+        finally:
+            opts.reduceOp = kept
+    if name != "reduce" or opts is None or opts.rootRank == group.rank():
+        with below():  # NCCL multiplies and divides on the way
             for output in outputs:
-                output.div_(group.size(), rounding_mode="trunc")
+                if of_integers:
+                    output.div_(group.size(), rounding_mode="trunc")  # gloo refuses a mean of integers
+                else:
+                    output.mul_(kept.__getstate__()[1])
     return work
 
 
 def _get_future(function: Callable, self):
-    """`Work.get_future`. NCCL's is done once the collective is issued, so that `then` calls its function at once and
-    all ranks issue what follows in one order. Gloo's threads would call it at any time, so gloo is waited for."""
-    if self in _collectives:
-        with below():  # which keeps the current stream from waiting, too
-            self.wait()
+    """`Work.get_future`. A collective is over once it is issued (`collectives.run`), so that `then` calls its
+    function at once, as with NCCL, and all ranks issue what follows in one order."""
     give_to_future(self)
     return function(self)
 

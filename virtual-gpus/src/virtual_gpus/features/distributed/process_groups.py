@@ -153,9 +153,7 @@ def _rendezvous(function: Callable, url, rank=-1, world_size=-1, **kwargs):
         return
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    one_rank.check(settings, *(whole if given < 0 else given for given, whole in
-                               ((rank, settings.rank), (world_size, settings.world_size))))  # fmt: skip
-    yield FakeStore(), settings.rank, settings.world_size
+    yield FakeStore(), settings.rank if rank < 0 else rank, settings.world_size if world_size < 0 else world_size
 
 
 def _splitting(function: Callable, parent_pg=None, split_ranks=None, timeout=None, pg_options=None, group_desc=None):

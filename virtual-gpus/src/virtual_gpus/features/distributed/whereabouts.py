@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from virtual_gpus.features.distributed.agreement import CollectiveMismatch, begun, leave_behind, place
+from virtual_gpus.features.distributed.agreement import CollectiveMismatch, begun, place
 from virtual_gpus.threads import OWN_THREAD
 
 _ADVICE = (
@@ -78,7 +78,7 @@ def connect(group: Any) -> None:
 def wait_for_all(work: Any, group: Any, words: str) -> None:
     """Wait for the message with which the ranks of a group begin a collective.
 
-    Raises CollectiveMismatch if ranks wait for each other; messages are then still on their way in their groups.
+    Raises CollectiveMismatch if ranks wait for each other. Their groups are of no use then: messages are on their way.
     """
     if _is_done(work, _SAYS_SO_AFTER_S):
         return
@@ -100,9 +100,7 @@ def wait_for_all(work: Any, group: Any, words: str) -> None:
         _say(_WAITS, "")
     if why:
         _say(_NEVER, "")
-        said, groups = json.loads(why)
-        leave_behind(groups)
-        raise CollectiveMismatch(said)
+        raise CollectiveMismatch(why)
 
 
 def _is_made_by_hand(group: Any) -> bool:
@@ -132,22 +130,18 @@ def _is_done(work: Any, seconds: float) -> bool:
 
 
 def _never(mine: Wait) -> str:
-    """Why this rank waits for ever, and the names of the groups in which ranks do, as JSON.
-
-    Empty if others may still come, or if the process that had the store is gone.
-    """
+    """Why this rank waits for ever. Empty if others may still come, or if the process that had the store is gone."""
     here = torch.distributed.get_rank()
     with contextlib.suppress(RuntimeError):
         told = _heard(_NEVER, here)
-        if told and mine.place in json.loads(told)[0]:  # another rank saw it first
+        if mine.place in told:  # another rank saw it first
             return told
         heard = {rank: _heard(_WAITS, rank) for rank in range(torch.distributed.get_world_size())}
         circle = stuck({rank: Wait(*json.loads(text)) for rank, text in heard.items() if text} | {here: mine})
         if here in circle:
             lines = [f"  rank {rank} waits for {_ranks(wait.lacks(circle))} in {wait.place}"
                      for rank, wait in circle.items()]  # fmt: skip
-            said = "\n".join(["Ranks wait for each other in several process groups:", *lines, _ADVICE])
-            told = json.dumps([said, [wait.group for wait in circle.values()]])
+            told = "\n".join(["Ranks wait for each other in several process groups:", *lines, _ADVICE])
             for rank in circle:
                 _store().set(_NEVER.format(rank), told)
             return told

@@ -39,14 +39,14 @@ class Stream:
     def __init__(
         self, device=None, priority: int = 0, *, stream_id: int | None = None, device_index: int | None = None, **kwargs
     ):
-        self._index = gpu_at(device if device_index is None else device_index).index
+        self.device_index = gpu_at(device if device_index is None else device_index).index
         least, greatest = self.priority_range()
         self.priority = max(greatest, min(priority, least))
         if stream_id is None:
             stream_id = next(_ids)
             if self.priority < 0:
                 self._gpu.machine.clock.tracks[self._gpu.slot].urgent.add(stream_id)
-        self.stream_id = stream_id
+        self.stream_id = self.cuda_stream = stream_id  # 0 for the default stream
         self.device_type = _CUDA
         self._outer: list[tuple[Stream, int]] = []
 
@@ -58,21 +58,11 @@ class Stream:
     @property
     def device(self) -> torch.device:
         """The stream's GPU."""
-        return torch.device("cuda", self._index)
-
-    @property
-    def device_index(self) -> int:
-        """Index of the stream's GPU."""
-        return self._index
-
-    @property
-    def cuda_stream(self) -> int:
-        """The handle: 0 for the default stream."""
-        return self.stream_id
+        return torch.device("cuda", self.device_index)
 
     @property
     def _gpu(self) -> VirtualGPU:
-        return gpu_at(self._index)
+        return gpu_at(self.device_index)
 
     def _mark(self) -> float:
         gpu = self._gpu
@@ -110,8 +100,8 @@ class Stream:
         return False
 
     def __enter__(self):
-        self._outer.append((current_stream(self._index), active().current))
-        active().current = self._index
+        self._outer.append((current_stream(self.device_index), active().current))
+        active().current = self.device_index
         set_stream(self)
         return self
 
@@ -121,13 +111,14 @@ class Stream:
         active().current = index
 
     def __eq__(self, other) -> bool:
-        return isinstance(other, Stream) and (self._index, self.stream_id) == (other._index, other.stream_id)
+        same_gpu = isinstance(other, Stream) and self.device_index == other.device_index
+        return same_gpu and self.stream_id == other.stream_id
 
     def __hash__(self) -> int:
-        return hash((self._index, self.stream_id))
+        return hash((self.device_index, self.stream_id))
 
     def __repr__(self) -> str:
-        return f"torch.cuda.Stream(device=cuda:{self._index}, stream_id={self.stream_id})"
+        return f"torch.cuda.Stream(device=cuda:{self.device_index}, stream_id={self.stream_id})"
 
 
 class ExternalStream(Stream):
