@@ -48,6 +48,11 @@ def shapes(rank):
     with dist._coalescing_manager():
         for one in made["coalesced into tensors"]:
             dist.all_gather_into_tensor(one, ones(2) * mine)
+    options = dist.AllreduceOptions()
+    options.reduceOp = factor
+    for _ in range(2):  # a program may use its options again
+        dist.group.WORLD.allreduce([halved := ones(1)], options).wait()
+        assert halved.item() == 1
     given = ones(4) * mine
     made["multiplied first"] += written(dist.reduce_scatter_tensor, ones(2), given, op=factor)
     assert given.tolist() == [mine] * 4
