@@ -35,6 +35,7 @@ def _prepare_trace(self) -> None:
 def _start_trace(self) -> None:
     """Listen to the clock from here on."""
     _raw["_start_trace"](self)
+    self._devices = None
     if self.use_device == "cuda":
         self._devices = DeviceRecord(active())
 
@@ -42,22 +43,25 @@ def _start_trace(self) -> None:
 def __exit__(self, *error):
     """Wait for the GPUs, then stop listening."""
     result = _raw["__exit__"](self, *error)
-    if self._devices is not None:
-        self._devices.stop()
+    record = getattr(self, "_devices", None)
+    if record is not None:
+        record.stop()
     return result
 
 
 def _parse_kineto_results(self, result, *args, **kwargs):
     """The profiler's events, and those of the GPUs."""
     events = _raw["_parse_kineto_results"](self, result, *args, **kwargs)
-    return events if self._devices is None else self._devices.merge(events, result.trace_start_ns(), self.use_cpu)
+    record = getattr(self, "_devices", None)
+    return events if record is None else record.merge(events, result.trace_start_ns(), self.use_cpu)
 
 
 def export_chrome_trace(self, path, *args, **kwargs):
     """PyTorch's file, with a process for each GPU."""
     result = _raw["export_chrome_trace"](self, path, *args, **kwargs)
-    if self._devices is not None:
-        self._devices.add_to_chrome_trace(path)
+    record = getattr(self, "_devices", None)
+    if record is not None:
+        record.add_to_chrome_trace(path)
     return result
 
 
@@ -76,6 +80,6 @@ class _Ranges:
 def patches():
     """See `features`."""
     methods = (_prepare_trace, _start_trace, __exit__, _parse_kineto_results, export_chrome_trace)
-    rows = [(profiler.profile, method.__name__, method) for method in methods] + [(profiler.profile, "_devices", None)]
+    rows = [(profiler.profile, method.__name__, method) for method in methods]
     rows += [(owner, "_supported_activities", _supported_activities) for owner in (profiler, torch.autograd)]
     return rows + [(profiler_util.EventList, "table", table), (torch.cuda.nvtx, "_nvtx", _Ranges())]

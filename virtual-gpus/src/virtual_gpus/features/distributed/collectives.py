@@ -220,7 +220,8 @@ def _meet(
     count(group)
     connect(group)
     try:
-        others = _exchange(group, what, [began, *place_of(gpu), number(what)])
+        numbers = torch.tensor([began, *place_of(gpu), number(what)], dtype=torch.float64, device="cpu")
+        others = [told.tolist() for told in _gathered(group, what, numbers)]
     except CollectiveMismatch:
         raise
     except RuntimeError as error:  # gloo's word for a time limit, or for a connection that was closed
@@ -288,12 +289,6 @@ def _occupy(gpu: VirtualGPU, lane: _Lane, start: float, end: float, sent: float)
     clock = gpu.machine.clock
     clock.occupy(gpu.slot, lane.row, start, end, "collective", lane.kind, kernel=True, sent=sent)
     clock.hold(gpu.slot, lane.queue, end)
-
-
-def _exchange(group, what: str, numbers: list[float]) -> list[list[float]]:
-    """`numbers` of every process of the group, in order of rank, once all are about to do `what`."""
-    mine = torch.tensor(numbers, dtype=torch.float64, device="cpu")  # whatever the default device is
-    return [part.tolist() for part in _gathered(group, what, mine)]
 
 
 def _gathered(group, what: str, mine: torch.Tensor) -> list[torch.Tensor]:
