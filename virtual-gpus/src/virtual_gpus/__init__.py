@@ -111,7 +111,8 @@ What is not modelled, and what differs:
 - `torch.use_deterministic_algorithms(True)` refuses the operators that CUDA refuses, as far as
   `virtual_gpus.features.recipes.refusals` lists them. Their results here are the same in every run, with and without
   it.
-- `nn.TransformerEncoder` packs padded samples into nested tensors, as on CUDA. They take no modelled time.
+- The inference fast path of `nn.MultiheadAttention` and `nn.TransformerEncoder` is off: layers run operator by operator
+  in evaluation too, and padded samples stay padded.
 - When virtual GPUs are switched off, their tensors become ordinary CPU tensors, or meta tensors with `shapes_only`. If
   other virtual GPUs are on, the first computation with such a tensor warns. It raises an error in an operator with a
   tensor on the current GPUs.

@@ -181,16 +181,12 @@ def safe_softmax(call: OpCall):
         return call.run()
 
 
-_raw_left_aligned = torch._nested_tensor_from_mask_left_aligned
+def get_fastpath_enabled() -> bool:
+    """False: `nn.MultiheadAttention` and `nn.TransformerEncoder` run operator by operator in evaluation too.
 
-
-def left_aligned(t: torch.Tensor, mask: torch.Tensor) -> bool:
-    """True if a padding mask lets `nn.TransformerEncoder` pack its input into a nested tensor, which has no padding.
-
-    With shapes only, the lengths of the samples are not known, so they stay padded.
+    PyTorch's own fast path is one operator for a whole layer, whose memory on CUDA nobody measured, and nested tensors.
     """
-    gpu = gpu_of(t)
-    return (gpu is None or not gpu.machine.shapes_only) and _raw_left_aligned(t, mask)
+    return False
 
 
 RECIPES = {"_safe_softmax": safe_softmax}
@@ -200,4 +196,4 @@ def patches():
     """See `features`."""
     owners = (torch.nn.functional, torch._C._nn)
     rows = [(owner, scaled_dot_product_attention.__name__, scaled_dot_product_attention) for owner in owners]
-    return rows + [(torch, "_nested_tensor_from_mask_left_aligned", left_aligned)]
+    return [*rows, (torch.backends.mha, "get_fastpath_enabled", get_fastpath_enabled)]
