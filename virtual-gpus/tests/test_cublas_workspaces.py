@@ -156,28 +156,6 @@ def test_each_gpu_and_stream_has_its_own_in_segments_of_its_own_and_gives_them_b
         assert kept(multiply)[1] == CUBLAS  # on GPUs of its own
 
 
-@pytest.mark.skipif(not hasattr(torch.backends.cuda, "cublas_workspace_size"), reason="new in PyTorch 2.13")
-def test_the_program_sets_sizes(monkeypatch):
-    monkeypatch.setattr("virtual_gpus.settings.INSTALLED", (2, 13))
-    settings = torch.backends.cuda
-    with virtual_gpus(1):
-        a = matrix(4, 4)
-        assert settings.cublas_workspace_size() == CUBLAS and settings.cublaslt_workspace_size() == LT
-        for asked, held in ((CUBLAS, CUBLAS), (40 * MIB, 40 * MIB), (MIB, 40 * MIB)):  # what is there is large enough
-            assert settings.cublas_workspace_size(asked) == asked
-            a @ a
-            assert torch.cuda.memory_allocated() == 512 + held
-        torch._C._cuda_clearCublasWorkspaces()
-        a @ a
-        assert torch.cuda.memory_allocated() == 512 + MIB
-        assert settings.cublaslt_workspace_size(8 * MIB) == MIB  # it works in cuBLAS's
-        torch._C._cuda_resetCublasWorkspaceSize()
-        torch._C._cuda_resetCublasLtWorkspaceSize()
-        assert settings.cublas_workspace_size() == CUBLAS and settings.cublaslt_workspace_size() == LT
-    with virtual_gpus(1, kind="T4"):
-        assert settings.cublas_workspace_size() == 8320 * 1024
-
-
 def test_versions_nest_with_their_gpus_and_the_installed_one_is_the_default():
     def left_by_a_product():
         a = matrix(64, 64)

@@ -141,19 +141,6 @@ def test_second_gradients_one_alone_an_empty_batch_and_out_work():
         torch.testing.assert_close(out.cpu(), F.conv2d(x.cpu(), layer.weight.detach().cpu()))
 
 
-def test_without_cudnn_one_image_s_patches_are_laid_out_as_columns():
-    columns = 64 * 9 * 32 * 32 * 4
-    with virtual_gpus(1, kind="H200", shapes_only=True), torch.no_grad(), torch.backends.cudnn.flags(enabled=False):
-        layer, x = nn.Conv2d(64, 64, 3, padding=1).to("cuda"), torch.randn(8, 64, 32, 32, device="cuda")
-        layer(x)  # may have to make cuBLAS's workspace
-        out, peak = peak_of(lambda: layer(x))
-        pointwise = nn.Conv2d(64, 64, 1).to("cuda")
-        _, less = peak_of(lambda: pointwise(x))
-    workspace = peak - out.numel() * 4 - columns
-    assert workspace in (0, 32 * MIB)  # kept up to torch 2.14, per operator since
-    assert peak - less == columns
-
-
 def test_benchmark_tries_large_kernels_once_for_each_shape_and_empties_the_cache():
     """Conv_v8.cpp looks for a plan of this shape first, and asks for the flag only if there is none."""
     with virtual_gpus(1, kind="H200", shapes_only=True), torch.no_grad():

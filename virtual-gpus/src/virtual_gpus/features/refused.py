@@ -17,6 +17,7 @@ _HOST = ("host_memory_stats", "host_memory_stats_as_nested_dict", "reset_accumul
          "reset_peak_host_memory_stats")  # fmt: skip
 _ALLOCATORS = ("CUDAPluggableAllocator", "change_current_allocator")
 _GRAPHS = ("CUDAGraph", "graph", "make_graphed_callables", "graph_pool_handle", "export_dot", "export_graph_data")
+_WORKSPACES = ("cublas_workspace_size", "cublaslt_workspace_size", "blas_workspace_size")
 _POOLS = ("MemPool", "use_mem_pool")
 _SYNC = ("set_sync_debug_mode", "get_sync_debug_mode")
 _GROUPS = ("ProcessGroupNCCL", "ProcessGroupNCCL2", "ProcessGroupNCCLLazy")  # they look for real GPUs
@@ -25,6 +26,7 @@ _REFUSED = {
     "torch._C": ("_cuda_beginAllocateCurrentStreamToPool", "_cuda_beginAllocateToPool", "_cuda_getCheckpointState",
                  "_cuda_checkPoolLiveAllocations", "_cuda_setCheckpointPoolState"),  # of torch.compile's graph trees
     "torch.accelerator": ("get_device_capability", "Graph"),
+    "torch.backends.cuda": _WORKSPACES,
     "torch.cuda.gds": ("GdsFile", "gds_register_buffer", "gds_deregister_buffer"),
     "torch.cuda.graphs": _GRAPHS,
     "torch.cuda.green_contexts": ("GreenContext", "SMPartition", "get_num_locality_domains",
@@ -46,6 +48,7 @@ _INSTEAD = {
     **dict.fromkeys(_GROUPS, 'Use init_process_group("nccl").'),
     **dict.fromkeys((*_GRAPHS, "Graph"), "Run the work without a graph: the numbers are the same, and so is the memory"
                                          ", but for the graph's own pool."),
+    **dict.fromkeys(_WORKSPACES, "Set CUBLAS_WORKSPACE_CONFIG before the program starts."),
     **dict.fromkeys(_POOLS, "Allocate without a pool: the sizes are the same."),
 }  # fmt: skip
 

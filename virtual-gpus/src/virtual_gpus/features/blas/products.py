@@ -11,21 +11,19 @@ from __future__ import annotations
 
 import os
 import threading
-from dataclasses import replace
-from weakref import WeakKeyDictionary
 
 import torch
 
 from virtual_gpus.dispatch.op_call import OpCall
-from virtual_gpus.machine import VirtualGPU, VirtualMachine
+from virtual_gpus.machine import VirtualGPU, active
 from virtual_gpus.memory_model import blas_workspaces
 from virtual_gpus.placement.storages import ScratchBlock, nbytes
 from virtual_gpus.threads import this_thread
 from virtual_gpus.versions import LT_FOR_MATRICES_AS_BIAS
 
 _LT = torch._C._BlasBackend.Cublaslt
+_preferred = [torch._C._BlasBackend.Cublas]  # in a build without CUDA, what preferred_blas_library chose
 _LT_TYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-_chosen: WeakKeyDictionary[VirtualMachine, dict[str, int]] = WeakKeyDictionary()  # {library: bytes}, see `choose_size`
 
 
 class Handles:
@@ -36,18 +34,16 @@ class Handles:
 
     def __init__(self, gpu: VirtualGPU):
         self.gpu = gpu
-        self._defaults = blas_workspaces(gpu.spec, gpu.machine.settings.version)
+        self.workspaces = blas_workspaces(gpu.spec, gpu.machine.settings.version)
         self.lt_is_on = os.environ.get("DISABLE_ADDMM_CUDA_LT") != "1"  # for products with a bias
-        self.read_chosen_sizes()
+        # What one product takes, through cuBLAS and through cublasLt, as (library, bytes): asked for every product.
+        self._taken = [
+            [(library, self.workspaces.size(library)) for library in self.workspaces.libraries(lt)]
+            for lt in (False, True)
+        ]
         self._of = {}  # holder -> handle number
         self._spare: list[int] = []
         self.kept = {}  # (handle, stream, library) -> what is held
-
-    def read_chosen_sizes(self) -> None:
-        """Set `workspaces`, the rules for this GPU with the sizes that the program chose."""
-        self.workspaces = found = replace(self._defaults, **_chosen.get(self.gpu.machine, {}))
-        # What one product takes, through cuBLAS and through cublasLt, as (library, bytes): asked for every product.
-        self._taken = [[(library, found.size(library)) for library in found.libraries(lt)] for lt in (False, True)]
 
     def handle(self) -> int:
         """The running thread's handle: its own, one that a finished thread left, or a new one."""
@@ -68,19 +64,12 @@ class Handles:
             self.leave(holder)
 
     def work(self, lt: bool) -> None:
-        """Have the workspaces of one product: keep them, or take and return them."""
+        """Have the workspaces of one product: kept for this thread's handle and stream, or taken and returned."""
         for library, size in self._taken[lt]:
-            if self.workspaces.kept:
-                self._keep(library, size)
-            else:
+            if not self.workspaces.kept:
                 ScratchBlock(self.gpu, size)
-
-    def _keep(self, library: str, size: int) -> None:
-        """Make sure of a workspace for this thread's handle and stream that is large enough."""
-        key = self.handle(), self.gpu.stream, library
-        had = self.kept.get(key)
-        if had is None or had[1] < size:
-            self.kept[key] = ScratchBlock(self.gpu, size), size
+            elif (key := (self.handle(), self.gpu.stream, library)) not in self.kept:
+                self.kept[key] = ScratchBlock(self.gpu, size)
 
 
 def handles_of(gpu: VirtualGPU) -> Handles:
@@ -88,26 +77,6 @@ def handles_of(gpu: VirtualGPU) -> Handles:
     if gpu.blas is None:
         gpu.blas = Handles(gpu)
     return gpu.blas
-
-
-def choose_size(machine: VirtualMachine, library: str, nbytes: int | None) -> None:
-    """The bytes of the workspaces of "cublas" or "cublaslt" on all GPUs from now on; None for the default.
-
-    Behind torch.backends.cuda.cublas_workspace_size and cublaslt_workspace_size.
-    """
-    sizes = _chosen.setdefault(machine, {})
-    sizes.pop(library, None)
-    if nbytes is not None:
-        sizes[library] = nbytes
-    for gpu in machine.slots:
-        if gpu.blas is not None:
-            gpu.blas.read_chosen_sizes()
-
-
-def clear_workspaces(gpu: VirtualGPU) -> None:
-    """Give all kept workspaces back: torch._C._cuda_clearCublasWorkspaces()."""
-    if gpu.blas is not None:
-        gpu.blas.kept.clear()
 
 
 # ---- operators ------------------------------------------------------------------------------------------------------
@@ -166,10 +135,10 @@ def addmm(call: OpCall):
     return with_workspace(call, _has_lt_bias(call)) if handles_of(call.gpu).lt_is_on else product(call)
 
 
-def _has_lt_bias(call: OpCall, activation: bool = False) -> bool:
+def _has_lt_bias(call: OpCall) -> bool:
     """isInputCompliesAddmmCudaLt. Else the bias is copied into the result first, and cuBLAS adds to that.
 
-    A matrix as bias goes through cublasLt before an activation, and since `LT_FOR_MATRICES_AS_BIAS` in half precision.
+    A matrix as bias goes through cublasLt since `LT_FOR_MATRICES_AS_BIAS`, in half precision.
     """
     bias, _, mat2 = call.args[:3]
     shape = mat2.shape
@@ -178,13 +147,7 @@ def _has_lt_bias(call: OpCall, activation: bool = False) -> bool:
     if bias.is_contiguous() and 1 <= bias.dim() <= 2 and bias.numel() == bias.shape[-1] == shape[1]:
         return True
     half = bias.dim() == 2 and bias.dtype in _LT_TYPES[2:] and bias.is_contiguous() and bias.shape[0] > 1
-    half = half and call.gpu.machine.settings.version >= LT_FOR_MATRICES_AS_BIAS
-    return (bias.dim() == 2 and (activation or half)) or _prefers_lt()
-
-
-def addmm_activation(call: OpCall):
-    """addmm followed by ReLU or GELU."""
-    return with_workspace(call, handles_of(call.gpu).lt_is_on and _has_lt_bias(call, True))
+    return (half and call.gpu.machine.settings.version >= LT_FOR_MATRICES_AS_BIAS) or _prefers_lt()
 
 
 def _prefers_lt() -> bool:
@@ -197,6 +160,27 @@ RECIPES = {
     **dict.fromkeys(("addmv", "addmv_", "mv", "dot", "vdot", "linalg_solve_triangular", "triangular_solve"),
                     with_workspace),
     **dict.fromkeys(("_int_mm", "_scaled_mm"), through_lt),
-    "addmm": addmm,
-    "_addmm_activation": addmm_activation,
+    **dict.fromkeys(("addmm", "_addmm_activation"), addmm),
 }  # fmt: skip
+
+
+# ---- settings -------------------------------------------------------------------------------------------------------
+
+
+def _cuda_clearCublasWorkspaces() -> None:
+    """Give the workspaces of all threads on all GPUs back to the caching allocator."""
+    for gpu in active().slots:
+        handles_of(gpu).kept.clear()
+
+
+def patches():
+    """See `features`. A build without CUDA cannot say which library the program prefers."""
+    rows = [(torch._C, "_cuda_clearCublasWorkspaces", _cuda_clearCublasWorkspaces)]
+    if torch.version.cuda is None:
+        rows.append((torch._C, "_get_blas_preferred_backend", lambda: _preferred[0]))
+        rows.append((torch._C, "_set_blas_preferred_backend", _prefer))
+    return rows
+
+
+def _prefer(backend) -> None:
+    _preferred[0] = backend

@@ -1,9 +1,10 @@
 """Convolutions on CUDA: cuDNN with its workspaces, PyTorch's own kernels for the rest.
 
 Which library runs follows `_select_conv_backend` of aten/src/ATen/native/Convolution.cpp: PyTorch's own kernels for
-depthwise convolutions channels first, else cuDNN, else (`torch.backends.cudnn.enabled = False`) im2col and a matrix
-product. The order of blocks is that of aten/src/ATen/native/cudnn/ConvShared.cpp: packed copies, the result, the
-workspace; backward the input's gradient first, then the filters', then the bias's, each with a workspace of its own.
+depthwise convolutions channels first, else cuDNN. Without it (`torch.backends.cudnn.enabled = False`) no workspace is
+modelled, as for the depthwise kernels. The order of blocks is that of aten/src/ATen/native/cudnn/ConvShared.cpp: packed
+copies, the result, the workspace; backward the input's gradient first, then the filters', then the bias's, each with a
+workspace of its own.
 A workspace that does not fit is no error: PyTorch then tries cuDNN's other kernels, which need less (Conv_v8.cpp).
 
 `torch.backends.cudnn.benchmark`: the first convolution of a shape tries all kernels, with the largest workspace among
@@ -12,13 +13,12 @@ them, and empties the cache afterwards. That largest one is an estimate, by Wino
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from functools import lru_cache
-from math import prod
 
 import torch
 
 from virtual_gpus.dispatch.op_call import OpCall
-from virtual_gpus.features.blas.products import handles_of
 from virtual_gpus.features.contiguous import CHANNELS_LAST
 from virtual_gpus.features.conv import workspaces as workspaces
 from virtual_gpus.machine import VirtualGPU
@@ -53,14 +53,14 @@ def _layout(first: torch.Tensor, second: torch.Tensor) -> torch.memory_format:
     return found if found is not torch.contiguous_format else memory_format(second)
 
 
-def _library(call: OpCall, x: torch.Tensor, weight: torch.Tensor) -> str:
-    """Who computes: "cudnn", "depthwise" (kernels of PyTorch) or "none" of them."""
-    enabled, groups, transposed = torch._C._get_cudnn_enabled(), call["groups"], call["transposed"]
-    if groups > 1 and not transposed and x.shape[1] == groups:
-        last = enabled and _layout(x, weight) is not torch.contiguous_format
-        return "cudnn" if last else "depthwise"
-    too_wide = transposed and any(p >= s for p, s in zip(call["output_padding"], call["stride"], strict=False))
-    return "cudnn" if enabled and not too_wide else "none"
+def _on_cudnn(call: OpCall, x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """True if cuDNN computes; else kernels of PyTorch do."""
+    if not torch._C._get_cudnn_enabled():
+        return False
+    if call["transposed"]:
+        return all(p < s for p, s in zip(call["output_padding"], call["stride"], strict=False))
+    depthwise = call["groups"] > 1 and x.shape[1] == call["groups"]
+    return not depthwise or _layout(x, weight) is not torch.contiguous_format
 
 
 def _facts(call: OpCall, x: torch.Tensor, weight: torch.Tensor, y: torch.Tensor, layout) -> tuple:
@@ -113,26 +113,10 @@ def _laid_out(tensor: torch.Tensor | None, layout: torch.memory_format):
     return tensor.contiguous(memory_format=layout)
 
 
-class _Copies:
-    """Packed copies of inputs. They go when the `with` block ends."""
-
-    def __init__(self, gpu: VirtualGPU):
-        self.gpu, self.blocks = gpu, []
-
-    def need(self, tensor: torch.Tensor, layout: torch.memory_format) -> None:
-        """Copy `tensor` unless it has this layout already."""
-        if not tensor.is_contiguous(memory_format=layout):
-            self.blocks.append(ScratchBlock(self.gpu, nbytes(tensor)))
-
-    def __enter__(self):
-        return self
-
-    def drop(self) -> None:
-        """Give all copies back."""
-        self.blocks.clear()
-
-    def __exit__(self, *_):
-        self.drop()
+def _packed(copies: ExitStack, gpu: VirtualGPU, tensor: torch.Tensor, layout: torch.memory_format) -> None:
+    """Have a packed copy of `tensor` until `copies` closes, unless it has this layout already."""
+    if not tensor.is_contiguous(memory_format=layout):
+        copies.enter_context(scratch(gpu, nbytes(tensor)))
 
 
 # ---- forward -------------------------------------------------------------------------------------------------------
@@ -143,15 +127,13 @@ def convolution(call: OpCall):
     x, weight = call["input"], call["weight"]
     if call.op.written or not x.numel():  # `out=` decides the layout itself; nothing in, nothing to do
         return call.run()
-    result, library = call.compute(), _library(call, x, weight)
-    if library == "none":
-        return _by_columns(call, result, result, (x, weight))
-    layout = _layout(x, weight) if library == "cudnn" else torch.contiguous_format
-    with _Copies(call.gpu) as copies:
-        copies.need(x, layout)
+    result, on_cudnn = call.compute(), _on_cudnn(call, x, weight)
+    layout = _layout(x, weight) if on_cudnn else torch.contiguous_format
+    with ExitStack() as copies:
+        _packed(copies, call.gpu, x, layout)
         result = call.place(_laid_out(result, layout))
-        copies.need(weight, layout)
-        if library == "cudnn":
+        _packed(copies, call.gpu, weight, layout)
+        if on_cudnn:
             step = "data_gradient" if call["transposed"] else "forward"
             _with_cudnn(call.gpu, step, _facts(call, x, weight, result, layout))
     return result
@@ -162,14 +144,12 @@ def convolution(call: OpCall):
 
 def convolution_backward(call: OpCall):
     """`aten::convolution_backward`: gradients of input, filters and bias, as `output_mask` asks."""
-    grad, x, weight = call["grad_output"], call["input"], call["weight"]
+    x, weight = call["input"], call["weight"]
     if call.op.written or not x.numel():
         return call.run()
-    results, library = call.compute(), _library(call, x, weight)
-    if library == "none":
-        return _by_columns(call, results, grad, (x, weight, grad))
-    by_library = _cudnn_gradients if library == "cudnn" else _depthwise_gradients
-    return (*by_library(call, results[0], results[1]), call.place(results[2]))
+    results = call.compute()
+    gradients = _cudnn_gradients if _on_cudnn(call, x, weight) else _depthwise_gradients
+    return (*gradients(call, results[0], results[1]), call.place(results[2]))
 
 
 def _cudnn_gradients(call: OpCall, for_x: torch.Tensor | None, for_weight: torch.Tensor | None):
@@ -178,66 +158,37 @@ def _cudnn_gradients(call: OpCall, for_x: torch.Tensor | None, for_weight: torch
     layout = _layout(x, weight)
     facts = _facts(call, x, weight, grad, layout)
     gpu, for_x, for_weight = call.gpu, _laid_out(for_x, layout), _laid_out(for_weight, layout)
-    with _Copies(gpu) as copies, _Copies(gpu) as held:
+    # `grad.to(memory_format)` compares what strides suggest, so a gradient that was expanded from one number passes as
+    # packed, and each call copies it anew. A transposed convolution's backward asks for `contiguous` instead.
+    packed = call["transposed"] or memory_format(grad) is not memory_format(x)
+    with ExitStack() as copies, ExitStack() as held:
         if for_weight is not None:
-            held.need(x, layout)
-        packed = _hold_gradient(held, grad, memory_format(x), call["transposed"])
+            _packed(held, gpu, x, layout)
+        if packed:
+            _packed(held, gpu, grad, memory_format(x))
         if for_x is not None:
             call.place(for_x)
-            copies.need(weight, layout)
+            _packed(copies, gpu, weight, layout)
             if not packed:
-                copies.need(grad, layout)
+                _packed(copies, gpu, grad, layout)
             _with_cudnn(gpu, "forward" if call["transposed"] else "data_gradient", facts)
-            copies.drop()
+            copies.close()
         if for_weight is not None:
             if not packed:
-                copies.need(grad, layout)
+                _packed(copies, gpu, grad, layout)
             call.place(for_weight)
             _with_cudnn(gpu, "weight_gradient", facts)
     return for_x, for_weight
 
 
-def _hold_gradient(held: _Copies, grad: torch.Tensor, wanted: torch.memory_format, transposed: bool) -> bool:
-    """True if the gradient is copied once for both calls.
-
-    `grad.to(memory_format)` compares what strides suggest, so a gradient that was expanded from one number passes as
-    packed, and each call copies it anew. A transposed convolution's backward asks for `contiguous` instead.
-    """
-    if not transposed and memory_format(grad) is wanted:
-        return False
-    held.need(grad, wanted)
-    return True
-
-
 def _depthwise_gradients(call: OpCall, for_x: torch.Tensor | None, for_weight: torch.Tensor | None):
     """PyTorch's own kernels (DepthwiseConv2d.cu, DepthwiseConv3d.cu): filters first, no workspace."""
     for_x, for_weight = (_laid_out(gradient, torch.contiguous_format) for gradient in (for_x, for_weight))
-    with _Copies(call.gpu) as copies:
-        copies.need(call["grad_output"], torch.contiguous_format)
-        copies.need(call["input"], torch.contiguous_format)
+    with ExitStack() as copies:
+        _packed(copies, call.gpu, call["grad_output"], torch.contiguous_format)
+        _packed(copies, call.gpu, call["input"], torch.contiguous_format)
         call.place((for_weight, for_x))
     return for_x, for_weight
-
-
-# ---- without cuDNN -------------------------------------------------------------------------------------------------
-
-
-def _by_columns(call: OpCall, results, small: torch.Tensor, inputs: tuple[torch.Tensor, ...]):
-    """cuBLAS, image by image, over the patches of one image as columns (ConvolutionMM2d.cu and its like).
-
-    small: the tensor whose pixels count the columns. Groups run one after the other, which is not modelled further.
-    """
-    x, weight = inputs[:2]
-    image = x if call["transposed"] else small
-    plain = prod(weight.shape[2:]) == 1 and set(call["stride"]) == {1} and not any(call["padding"])
-    columns = prod(weight.shape[1:]) * prod(image.shape[2:]) * weight.element_size()
-    with _Copies(call.gpu) as copies:
-        for tensor in inputs:
-            copies.need(tensor, torch.contiguous_format)
-        call.place(results)
-        with scratch(call.gpu, 0 if plain and not call["transposed"] else columns):
-            handles_of(call.gpu).work(lt=False)
-    return results
 
 
 RECIPES = {
