@@ -2,8 +2,8 @@
 
 Autocast is a dispatch key: PyTorch's kernels at AutocastCUDA cast the inputs, then call the operator again without the
 key (aten/src/ATen/autocast_mode.cpp). They ask C++ whether a tensor is on a GPU, and would cast none of ours. So at the
-first use of autocast, kernels in Python take their places, with CUDA's lists (`lists`) and CUDA's casts
-(`casts`); and since no tensor of ours carries the key, each thread that turns autocast on has it added to all
+first use of autocast, kernels in Python take their places, with CUDA's lists (`lists`) and CUDA's casts;
+and since no tensor of ours carries the key, each thread that turns autocast on has it added to all
 its operators. Composite operators follow the lists at every level, as on a GPU.
 
 Stand-ins that answer before the dispatcher is reached use `casting` or `cast_for_rnn`.
@@ -11,43 +11,109 @@ Stand-ins that answer before the dispatcher is reached use `casting` or `cast_fo
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import threading
 import warnings
+import weakref
 
 import torch
 
 from virtual_gpus.features.autocast import lists as lists
-from virtual_gpus.features.autocast.casts import cast, clear_cache, is_eligible, is_on_gpu, widest
-from virtual_gpus.operators import operator
+from virtual_gpus.placement.storages import gpu_of
 from virtual_gpus.threads import this_thread
 
 _KEY = torch._C.DispatchKey.AutocastCUDA
-_CPU_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
 _FP32 = torch.float32
+_FLOATING = {t for t in vars(torch).values() if isinstance(t, torch.dtype) and t.is_floating_point}
+_CASTABLE = _FLOATING - {torch.float64}
 
 _enabled = torch.is_autocast_enabled
-_set_enabled = torch.set_autocast_enabled
 _lower_dtype = torch.get_autocast_dtype
+_to = torch._C.TensorBase.to
 _exclude = torch._C._dispatch_tls_set_dispatch_key_excluded
 _include = torch._C._dispatch_tls_set_dispatch_key_included
 
+_cast_weights: dict[int, tuple[weakref.ref, torch.Tensor]] = {}  # of all threads, as in C++
 _registering = threading.Lock()
 _library: list[torch.library.Library] = []
+
+
+# ---- casts: as `cached_cast` and `prioritize` in aten/src/ATen/autocast_mode.cpp and autocast_mode.h ------------------
+
+
+def is_eligible(value) -> bool:
+    """True for what CUDA's autocast may cast: a floating-point tensor on a GPU that is not float64."""
+    return isinstance(value, torch.Tensor) and value.dtype in _CASTABLE and is_on_gpu(value)
+
+
+def is_on_gpu(tensor: torch.Tensor) -> bool:
+    """True for a tensor on a virtual GPU that is on."""
+    try:
+        gpu = tensor.untyped_storage()._record.gpu  # `gpu_of`, without its calls: this runs for every input
+    except (NotImplementedError, RuntimeError):
+        return gpu_of(tensor) is not None
+    return gpu is not None and gpu.machine.on
+
+
+def cast(value, dtype: torch.dtype):
+    """`value` as `dtype` if it is eligible, lists of tensors element by element; anything else as it is."""
+    if isinstance(value, torch.Tensor):
+        kind = value.dtype
+        if kind is dtype or kind not in _CASTABLE or not is_on_gpu(value):
+            return value
+        if kind is _FP32 and value.requires_grad and _may_be_cached(value, dtype):
+            return _cast_weight(value, dtype)
+        return _to(value, dtype)
+    if type(value) in (list, tuple) and value and isinstance(value[0], torch.Tensor):
+        return [cast(part, dtype) for part in value]
+    return value
+
+
+def _may_be_cached(weight: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Weights of a network: leaves, no views, cast to the lower precision. Not inference tensors (pytorch 158232)."""
+    return (
+        weight.is_leaf
+        and not weight._is_view()
+        and dtype is _lower_dtype("cuda")
+        and torch.is_autocast_cache_enabled()
+        and not torch.is_inference_mode_enabled()
+    )
+
+
+def _cast_weight(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The cast of a weight, made once per autocast region; with its graph, since a region may turn gradients on."""
+    known = _cast_weights.get(id(weight))
+    if known is not None and known[0]() is weight:
+        return known[1]
+    with torch.enable_grad():
+        made = _to(weight, dtype)
+    _cast_weights[id(weight)] = (weakref.ref(weight), made)
+    return made
+
+
+def clear_cache() -> None:
+    """Forget the cast weights, and with them their memory."""
+    _cast_weights.clear()
+
+
+def widest(values, dtype: torch.dtype) -> torch.dtype:
+    """The promote policy: float32 if any input has it, else the lower precision (`prioritize` in autocast_mode.h)."""
+    for value in values:
+        if type(value) in (list, tuple):
+            dtype = widest(value, dtype)
+        elif is_eligible(value) and dtype is not _FP32:
+            dtype = value.dtype
+    return dtype
 
 
 # ---- kernels: what each policy does around an operator ---------------------------------------------------------------
 
 
 def _without_autocast(op, args, kwargs):
-    """Call `op` with autocast off for this thread; off for the CPU too, whose autocast must not touch GPU tensors."""
+    """Call `op` with autocast off for this thread."""
     outer, this_thread.autocast = this_thread.autocast, False
     _exclude(_KEY, True)
     try:
-        if _enabled("cpu") and any(map(is_eligible, args)):
-            with torch._C._ExcludeDispatchKeyGuard(_CPU_KEYS):
-                return op(*args, **kwargs)
         return op(*args, **kwargs)
     finally:
         _exclude(_KEY, False)
@@ -97,19 +163,6 @@ def _to_fp32_results(op):
     return kernel
 
 
-def _with_fp32_appended(op):
-    arguments = op._schema.arguments
-    twin = _overload(lists.FP32_APPEND_DTYPE[operator(op).name])
-
-    def kernel(*args, **kwargs):
-        if not is_eligible(args[0]):
-            return _without_autocast(op, args, kwargs)
-        args = (*args, *[kwargs.pop(a.name, a.default_value) for a in arguments[len(args) :]])
-        return _without_autocast(twin, args, {"dtype": _FP32})
-
-    return kernel
-
-
 def _banned(op):
     def kernel(*args, **kwargs):
         if any(isinstance(a, torch.Tensor) and is_on_gpu(a) for a in args):
@@ -123,7 +176,6 @@ _POLICIES = {
     **dict.fromkeys(lists.LOWER_PRECISION, _in_lower_precision),
     **dict.fromkeys(lists.FP32, _in_fp32),
     **dict.fromkeys(lists.FP32_SET_OPT_DTYPE, _to_fp32_results),
-    **dict.fromkeys(lists.FP32_APPEND_DTYPE, _with_fp32_appended),
     **dict.fromkeys(lists.PROMOTE, _in_the_widest),
     **dict.fromkeys(lists.BANNED, _banned),
 }
@@ -205,27 +257,3 @@ def unregister() -> None:
 def _overload(name: str):
     base, _, overload = name.partition(".")
     return getattr(getattr(torch.ops.aten, base), overload or "default")
-
-
-@contextlib.contextmanager
-def as_in_a_new_thread():
-    """Autocast as a thread that has just started finds it: off, float16, with its cache, in no region."""
-    before = _enabled("cuda"), _lower_dtype("cuda"), torch.is_autocast_cache_enabled()
-    depth = 0
-    while torch.autocast_decrement_nesting() >= 0:
-        depth += 1
-    torch.autocast_increment_nesting()
-    _set(False, torch.float16, True)
-    try:
-        yield
-    finally:
-        for _ in range(depth):
-            torch.autocast_increment_nesting()
-        _set(*before)
-
-
-def _set(enabled: bool, dtype: torch.dtype, cached: bool) -> None:
-    _set_enabled("cuda", enabled)
-    torch.set_autocast_dtype("cuda", dtype)
-    torch.set_autocast_cache_enabled(cached)
-    follow()

@@ -34,24 +34,15 @@ FP32_SET_OPT_DTYPE = """
     sum.dim_IntList sum.dim_DimnameList
 """.split()  # fmt: skip
 
-# Those that become another overload, which takes the dtype of the result: (overload, its twin).
-FP32_APPEND_DTYPE = {
-    "norm.Scalar": "norm.ScalarOpt_dtype",
-    "norm.ScalarOpt_dim": "norm.ScalarOpt_dim_dtype",
-    "norm.names_ScalarOpt_dim": "norm.names_ScalarOpt_dim_dtype",
-}
-
 # Run in the widest precision among the inputs.
 PROMOTE = "addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot scatter_add".split()
 
 BANNED = ["binary_cross_entropy"]
 BANNED_TEXT = (
-    "torch.nn.functional.binary_cross_entropy and torch.nn.BCELoss are unsafe to autocast.\n"
-    "Many models use a sigmoid layer right before the binary cross entropy layer.\n"
-    "In this case, combine the two layers using torch.nn.functional.binary_cross_entropy_with_logits\n"
-    "or torch.nn.BCEWithLogitsLoss.  binary_cross_entropy_with_logits and BCEWithLogits are\n"
-    "safe to autocast."
+    "torch.nn.functional.binary_cross_entropy and torch.nn.BCELoss are unsafe to autocast. "
+    "Use binary_cross_entropy_with_logits or torch.nn.BCEWithLogitsLoss."
 )
 
-# Cast by code of their own (aten/src/ATen/cudnn/AutocastRNN.cpp): no operator of the CPU reaches them. See `recurrent`.
-ELSEWHERE = ["_cudnn_rnn"]
+# Not cast here. An LSTM casts by code of its own (aten/src/ATen/cudnn/AutocastRNN.cpp, see `features.rnn`); torch.norm
+# calls linalg_vector_norm.
+ELSEWHERE = ["_cudnn_rnn", "norm.Scalar", "norm.ScalarOpt_dim", "norm.names_ScalarOpt_dim"]

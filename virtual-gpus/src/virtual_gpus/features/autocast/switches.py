@@ -1,8 +1,7 @@
 """torch.autocast("cuda") and GradScaler: the switches that tell `features.autocast`, and what shapes_only must know.
 
 torch.autocast, custom_fwd, custom_bwd and GradScaler themselves are PyTorch's own. With shapes_only it is not known
-whether a gradient overflowed; it counts as not. The scale is then followed in the fields that GradScaler starts from
-(`_init_scale`, `_init_growth_tracker`), since its tensors have no values; a state_dict tells the followed ones.
+whether a gradient overflowed; it counts as not. The scale then stays the one that GradScaler started from.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from virtual_gpus.placement.storages import gpu_of
 _Scaler = torch.amp.GradScaler
 _raw_set = torch.set_autocast_enabled
 _raw_clear = torch.clear_autocast_cache
-_raw = {name: getattr(_Scaler, name) for name in ("_maybe_opt_step", "get_scale", "_get_growth_tracker", "update")}
+_raw = {name: getattr(_Scaler, name) for name in ("_maybe_opt_step", "get_scale", "_get_growth_tracker")}
 
 
 def set_autocast_enabled(*args) -> None:
@@ -58,19 +57,6 @@ def _scale_of(scaler):
     return scaler._scale if scaler.is_enabled() else None
 
 
-def update(self, new_scale=None) -> None:
-    """Set the scale for the next iteration: `new_scale`, or grown after `growth_interval` steps without overflow."""
-    _raw["update"](self, new_scale)
-    if not _has_no_values(_scale_of(self)):
-        return
-    if new_scale is not None:
-        self._init_scale = float(new_scale)
-        return
-    self._init_growth_tracker += 1
-    if self._init_growth_tracker == self._growth_interval:
-        self._init_scale, self._init_growth_tracker = self._init_scale * self._growth_factor, 0
-
-
 def forget() -> None:
     """Take autocast's kernels out again and let the cast weights go."""
     casting.unregister()
@@ -79,4 +65,4 @@ def forget() -> None:
 def patches():
     """See `features`."""
     rows = [(owner, f.__name__, f) for owner in (torch, torch._C) for f in (set_autocast_enabled, clear_autocast_cache)]
-    return rows + [(_Scaler, f.__name__, f) for f in (_maybe_opt_step, get_scale, _get_growth_tracker, update)]
+    return rows + [(_Scaler, f.__name__, f) for f in (_maybe_opt_step, get_scale, _get_growth_tracker)]

@@ -15,7 +15,6 @@ import torch
 
 from virtual_gpus.clock.clock import ConcurrentThreads
 from virtual_gpus.clock.traffic import ring_seconds
-from virtual_gpus.features.autocast import casting
 from virtual_gpus.machine import VirtualGPU, active
 from virtual_gpus.placement.storages import device_of, gpu_of
 from virtual_gpus.threads import this_thread
@@ -86,7 +85,7 @@ class SequentialThread:
     def start(self) -> None:
         """Run now, and leave the thread's settings as they were."""
         target, args, kwargs = self._call
-        index, grad = active().current, torch.is_grad_enabled()
+        index, grad, lower = active().current, torch.is_grad_enabled(), torch.get_autocast_dtype("cuda")
         outer = this_thread.worker, this_thread.in_backward
         clock = active().clock
         share = clock.share
@@ -94,11 +93,13 @@ class SequentialThread:
         active().current = 0  # a new thread starts on GPU 0
         this_thread.worker, this_thread.in_backward = worker, False
         try:
-            with self._beside_the_others(), casting.as_in_a_new_thread():
+            torch.set_autocast_dtype("cuda", torch.float16)  # as a new thread finds it
+            with self._beside_the_others():
                 target(*args, **kwargs)
         finally:
             clock.share = share
             active().current = index
+            torch.set_autocast_dtype("cuda", lower)
             torch._C._set_grad_enabled(grad)  # one call into C++, which Ctrl-C cannot cut in two
             _end(worker, outer)
 
