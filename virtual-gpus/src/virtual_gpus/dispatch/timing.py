@@ -276,7 +276,8 @@ def times(gpu: VirtualGPU, name: str, inputs, outputs, precision: str = "fp32", 
     """Seconds on the GPU, on the host to issue the first kernel, and there to issue the others."""
     charge, pace = cost(name, inputs, outputs, gpu.spec, precision, first), gpu.machine.clock.host
     if not charge.kernels:
-        return 0.0, pace.view, 0.0
+        # `charge_attention` has put fused attention on the clock.
+        return 0.0, 0.0 if name.startswith("_scaled_dot_product") else pace.view, 0.0
     host = pace.in_place if in_place else pace.operator
     host += {"product": pace.product, "convolution": pace.convolution}.get(charge.kind, 0.0)
     if charge.kind == "list":

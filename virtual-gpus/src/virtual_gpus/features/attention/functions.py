@@ -19,8 +19,6 @@ from virtual_gpus.entrance import entrance
 from virtual_gpus.features.attention.attention_call import EFFICIENT, FLASH, HALF, MATH, AttentionCall
 from virtual_gpus.features.attention.choice import choose
 from virtual_gpus.features.attention.fused import fused
-from virtual_gpus.features.attention.operators import by_name
-from virtual_gpus.features.attention.sharded import in_a_ring, is_dtensor, on_each_rank
 from virtual_gpus.features.autocast.casting import casting
 from virtual_gpus.features.distributed.collectives import arrived
 from virtual_gpus.machine import active
@@ -41,18 +39,17 @@ def scaled_dot_product_attention(
         return handle_torch_function(
             scaled_dot_product_attention, inputs, query, key, value, attn_mask, dropout_p, is_causal, **rest
         )
-    if is_wrapper(type(query)) and any(map(is_dtensor, inputs)):
-        if attn_mask is None and in_a_ring() and all(map(is_dtensor, inputs)):
-            gpu = gpu_of(query.to_local())
-            sort, version = gpu.spec.capability, gpu.machine.settings.version
-            call = AttentionCall(query, key, value, None, dropout_p, is_causal, enable_gqa, sort, version)
-            if (backend := choose(call)) != MATH:
-                return by_name(backend, call, scale)
-        return on_each_rank(scaled_dot_product_attention, query, key, value, attn_mask, dropout_p, is_causal, **rest)
+    if is_dtensor(query) and (gpu := gpu_of(query.to_local())) is not None:  # its operators know what to shard
+        return _attention(gpu, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     query, key, value, attn_mask = map(arrived, (query, key, value, attn_mask))
     inputs = (query, key, value) if attn_mask is None else (query, key, value, attn_mask)
     call = _raw if _is_elsewhere(query, key, value) or _is_wrong(*inputs, dropout=dropout_p) else _on_gpu
     return call(query, key, value, attn_mask, dropout_p, is_causal, **rest)
+
+
+def is_dtensor(value) -> bool:
+    """True for a DTensor; asks without importing what makes them."""
+    return is_wrapper(type(value)) and hasattr(value, "to_local")
 
 
 def _is_elsewhere(query, key, value) -> bool:
@@ -86,17 +83,16 @@ def _on_gpu(query, key, value, mask, dropout: float, causal: bool, *, scale, ena
             "Expected query, key, and value to have the same device type, but got "
             f"query.device: {q} key.device: {k} and value.device: {v} instead."
         )
-    version = gpu_of(query).machine.settings.version
-    if version < ATTENTION_IN_THREE_DIMENSIONS or not query.dim() == key.dim() == value.dim() == 3:
-        return _attention(query, key, value, mask, dropout, causal, scale, enable_gqa)
+    gpu = gpu_of(query)
+    if gpu.machine.settings.version < ATTENTION_IN_THREE_DIMENSIONS or not query.dim() == key.dim() == value.dim() == 3:
+        return _attention(gpu, query, key, value, mask, dropout, causal, scale, enable_gqa)
     query, key, value = (part.unsqueeze(0) for part in (query, key, value))
     while mask is not None and mask.dim() < 4:
         mask = mask.unsqueeze(0)
-    return _attention(query, key, value, mask, dropout, causal, scale, enable_gqa).squeeze(0)
+    return _attention(gpu, query, key, value, mask, dropout, causal, scale, enable_gqa).squeeze(0)
 
 
-def _attention(query, key, value, mask, dropout, causal, scale, gqa):
-    gpu = gpu_of(query)
+def _attention(gpu, query, key, value, mask, dropout, causal, scale, gqa):
     version = gpu.machine.settings.version
     call = AttentionCall(query, key, value, mask, dropout, causal, gqa, gpu.spec.capability, version)
     backend = choose(call)
@@ -112,7 +108,7 @@ def _attention(query, key, value, mask, dropout, causal, scale, gqa):
         query, key, value = (torch.nn.functional.pad(part, (0, -width % 8)) for part in (query, key, value))
     if mask is not None:
         mask = _expanded(mask, query, key, backend)
-    out = fused(backend, gpu, call.trains, query, key, value, mask, dropout, causal, scale)
+    out = fused(backend, call.trains, query, key, value, mask, dropout, causal, scale)
     return out if out.shape[-1] == width else out[..., :width]
 
 

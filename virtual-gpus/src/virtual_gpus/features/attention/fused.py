@@ -1,75 +1,111 @@
-"""One call of a fused attention kernel: its memory, its numbers, and what autograd keeps of it."""
+"""The fused attention kernels, `torch.ops.aten._scaled_dot_product_flash_attention` and the others.
+
+The CPU has no such operators, but PyTorch's autograd knows their derivatives, and DTensor their shards. PyTorch's
+context parallelism calls them as well, and so do programs that merge the results of several blocks of keys by the
+logarithms of their sums. The order of the results is that of aten/src/ATen/native/native_functions.yaml.
+"""
 
 from __future__ import annotations
 
+import functools
+import math
+from collections.abc import Callable
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import torch
 from torch.utils._python_dispatch import _len_torch_dispatch_stack
 
+from virtual_gpus.dispatch.op_call import OpCall
 from virtual_gpus.dispatch.timing import charge_attention
 from virtual_gpus.features.attention import memory as memory
-from virtual_gpus.features.attention.attention_call import CUDNN, EFFICIENT, FLASH
+from virtual_gpus.features.attention.attention_call import CUDNN, EFFICIENT, FLASH, HALF
 from virtual_gpus.features.attention.efficient import Efficient
 from virtual_gpus.features.attention.numbers import Numbers
 from virtual_gpus.machine import VirtualGPU
 from virtual_gpus.placement.random_numbers import count_draws, default_generator
 from virtual_gpus.placement.storages import put
-from virtual_gpus.threads import below
+from virtual_gpus.threads import below, seen
 
 _AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCUDA)
-KERNELS = {CUDNN: memory.Cudnn, FLASH: memory.Flash, EFFICIENT: Efficient}
+_PADDED = 32  # the memory-efficient kernel writes a multiple of so many logarithms per head
+KERNELS: dict[int, type[memory.Kernel]] = {CUDNN: memory.Cudnn, FLASH: memory.Flash, EFFICIENT: Efficient}
 
 
-def fused(backend: int, gpu: VirtualGPU, trains: bool, query, key, value, bias, dropout, causal, scale):
+def fused(backend: int, trains: bool, query, key, value, bias, dropout: float, causal: bool, scale: float | None):
     """Attention by CUDNN, FLASH or EFFICIENT. `bias`: None, or what is added to the scores, in four dimensions."""
-    sizes = memory.Sizes(gpu, query, key, value, bias, dropout, trains)
-    numbers = Numbers(query, key, value, bias, dropout, causal, scale)
-    return _FUNCTIONS[backend].apply(query, key, value, bias, Plan(gpu, KERNELS[backend](sizes), numbers))
+    options = () if backend == FLASH else (bias, trains)
+    operator = getattr(torch.ops.aten, KERNELS[backend].name).default
+    return operator(query, key, value, *options, dropout, causal, scale=scale)[0]
 
 
-class Plan:
-    """How to run forward and backward."""
+def _forward(backend: int, call: OpCall) -> tuple[Any, ...]:
+    query, key, value, gpu = call["query"], call["key"], call["value"], call.gpu
+    bias = None if backend == FLASH else call["attn_bias"]
+    trains = backend == FLASH or call["compute_log_sumexp"]
+    kernel, numbers = _kernel(backend, call, bias, trains)
+    of_out, of_lse, of_seeds = kernel.forward()
+    charge_attention(gpu, kernel.name, query, key, value, numbers)
+    with unseen():
+        seed = _draw(gpu) if numbers.dropout else None
+        strides = kernel.strides(query, shape := (*query.shape[:3], value.shape[3]))
+        if gpu.machine.shapes_only:
+            out, lse = query.new_empty_strided(shape, strides), query.new_empty(shape[:3], dtype=torch.float32)
+        else:
+            out, lse = numbers.forward(query, key, value, bias, seed)
+            out = _with_strides(out, strides)
+        lse = query.new_empty(0) if lse is None else lse
+        put(out, of_out)
+        if backend == EFFICIENT:
+            seed, offset = (torch.empty((), dtype=torch.int64) if s is None else s for s in (seed, None))  # on the host
+            return out, _padded(lse, of_lse), seed, offset
+        seed, offset = (query.new_empty((), dtype=torch.float64) if s is None else s for s in (seed, None))
+        for number, allocation in zip((seed, offset), of_seeds, strict=True):
+            put(number, allocation)
+        lse = lse.unsqueeze(-1) if backend == CUDNN and lse.dim() == 3 else lse
+        if of_lse is not None:
+            put(lse, of_lse)
+        mask = query.new_empty(0) if backend == FLASH else None  # for debugging
+    return out, lse, None, None, query.shape[2], key.shape[2], seed, offset, mask  # None: of several texts in one
 
-    __slots__ = ("gpu", "memory", "numbers")
 
-    def __init__(self, gpu: VirtualGPU, kernel, numbers: Numbers):
-        self.gpu, self.memory, self.numbers = gpu, kernel, numbers
+def _padded(lse: torch.Tensor, allocation) -> torch.Tensor:
+    if allocation is None:
+        return lse
+    if lse.dim() == 3 and lse.shape[2] % _PADDED:
+        lse = torch.nn.functional.pad(lse, (0, -lse.shape[2] % _PADDED), value=math.inf)
+    return put(lse, allocation)
 
-    def forward(self, query, key, value, bias):
-        """The output, and what backward needs of it: one number per row, seed and offset of the random numbers."""
-        out_allocation, lse_allocation, seed_allocations = self.memory.forward()
-        charge_attention(self.gpu, self.memory.name, query, key, value, self.numbers)
-        with unseen():
-            seed = _draw(self.gpu) if self.numbers.dropout else None
-            out, lse = self._forward(query, key, value, bias, seed)
-            if seed_allocations:
-                seed = query.new_empty((), dtype=torch.float64) if seed is None else seed
-                offset = _at(query.new_empty((), dtype=torch.float64), seed_allocations[1])
-                return _at(out, out_allocation), _at(lse, lse_allocation, query), _at(seed, seed_allocations[0]), offset
-            return _at(out, out_allocation), _at(lse, lse_allocation, query), seed, None
 
-    def _forward(self, query, key, value, bias, seed):
-        strides = self.memory.strides(query, shape := (*query.shape[:3], value.shape[3]))
-        if self.gpu.machine.shapes_only:
-            return query.new_empty_strided(shape, strides), query.new_empty(query.shape[:3], dtype=torch.float32)
-        out, lse = self.numbers.forward(query, key, value, bias, seed)
-        return _with_strides(out, strides), lse
+def _backward(backend: int, call: OpCall) -> tuple[Any, ...]:
+    query, key, value, out, gpu = call["query"], call["key"], call["value"], call["out"], call.gpu
+    gradient = call["grad_out_" if backend == EFFICIENT else "grad_out"]
+    bias = None if backend == FLASH else call["attn_bias"]
+    kernel, numbers = _kernel(backend, call, bias, trains=True)
+    with seen():  # it asks transposed views whether they are packed, which costs CUDA's host the same
+        allocations = kernel.backward(gradient, out)
+    charge_attention(gpu, f"{kernel.name}_backward", query, key, value, numbers)
+    inputs = (query, key, value, bias)[: len(allocations)]
+    with unseen():
+        strides = [kernel.strides(part, part.shape) for part in inputs]
+        if gpu.machine.shapes_only:
+            found = [part.new_empty_strided(part.shape, s) for part, s in zip(inputs, strides, strict=True)]
+        else:
+            lse = call["logsumexp"]
+            lse = lse.squeeze(-1) if lse.dim() == 4 else lse[..., : query.shape[2]]
+            found = numbers.backward(gradient, query, key, value, bias, out, lse, call["philox_seed"])
+            found = [_with_strides(*pair) for pair in zip(found, strides, strict=False)]
+        found = [put(*pair) for pair in zip(found, allocations, strict=True)]
+    return (*found, *[None] * (4 - len(found))) if backend == EFFICIENT else tuple(found)
 
-    def backward(self, gradient, query, key, value, bias, out, lse, seed, _):
-        """Gradients of query, key, value and bias (None if it wants none)."""
-        allocations = self.memory.backward(gradient, out)
-        charge_attention(self.gpu, f"{self.memory.name}_backward", query, key, value, self.numbers)
-        inputs = (query, key, value, bias)[: len(allocations)]
-        with unseen():
-            strides = [self.memory.strides(part, part.shape) for part in inputs]
-            if self.gpu.machine.shapes_only:
-                found = [part.new_empty_strided(part.shape, s) for part, s in zip(inputs, strides, strict=True)]
-            else:
-                found = self.numbers.backward(gradient, query, key, value, bias, out, lse, seed)
-                found = [_with_strides(*pair) for pair in zip(found, strides, strict=False)]
-            found = [_at(*pair) for pair in zip(found, allocations, strict=True)]
-        return *found, *[None] * (4 - len(found))
+
+def _kernel(backend: int, call: OpCall, bias, trains: bool) -> tuple[Any, Numbers]:
+    query, key, value = call["query"], call["key"], call["value"]
+    if backend != EFFICIENT and query.dtype not in HALF:
+        raise RuntimeError(f"aten::{call.op.name} takes fp16 and bf16 on CUDA, not {query.dtype}.")
+    dropout = call["dropout_p"]
+    sizes = memory.Sizes(call.gpu, query, key, value, bias, dropout, trains)
+    return KERNELS[backend](sizes), Numbers(query, key, value, bias, dropout, call["is_causal"], call["scale"])
 
 
 @contextmanager
@@ -98,46 +134,9 @@ def _draw(gpu: VirtualGPU):
     return torch.empty((), dtype=torch.int64).random_(generator=generator)
 
 
-def _at(tensor, allocation, like=None):
-    """`tensor`, or an empty one, in a block that was taken for it; as it is where there is none."""
-    if allocation is None:
-        return tensor
-    tensor = like.new_empty(0) if tensor is None else tensor
-    put(tensor, allocation)
-    return tensor
-
-
-class _Fused(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, query, key, value, bias, plan):
-        out, *kept = plan.forward(query, key, value, bias)
-        ctx.save_for_backward(query, key, value, bias, out, *kept)
-        ctx.plan = plan
-        return out
-
-    @staticmethod
-    def backward(ctx, gradient):
-        tensors = ctx.saved_tensors
-        if torch.is_grad_enabled():  # create_graph=True: the gradients need a graph, if only to refuse a second pass
-            return *_FusedBackward.apply(ctx.plan, gradient, *tensors), None
-        return *ctx.plan.backward(gradient, *tensors), None
-
-
-class _FusedBackward(torch.autograd.Function):
-    """The backward pass as a function of its own, which has no derivative on CUDA."""
-
-    @staticmethod
-    def forward(ctx, plan, *tensors):
-        ctx.name = plan.memory.name
-        return plan.backward(*tensors)
-
-    @staticmethod
-    def backward(ctx, *_):
-        raise RuntimeError(f"derivative for aten::{ctx.name}_backward is not implemented")
-
-
-# One class each, since `out.grad_fn` tells which kernel ran: ScaledDotProductFlashAttentionBackward0 and its like.
-_NAMES = {CUDNN: "Cudnn", FLASH: "Flash", EFFICIENT: "Efficient"}
-_FUNCTIONS = {backend: type(f"ScaledDotProduct{name}Attention", (_Fused,), {}) for backend, name in _NAMES.items()}
-for _function in _FUNCTIONS.values():
-    _function._backward_cls.__name__ += "0"  # as PyTorch names the nodes of its operators
+_DIRECTIONS: dict[str, Callable[..., tuple[Any, ...]]] = {"": _forward, "_backward": _backward}
+RECIPES = {
+    f"{kernel.name}{direction}": functools.partial(recipe, backend)
+    for backend, kernel in KERNELS.items()
+    for direction, recipe in _DIRECTIONS.items()
+}

@@ -38,7 +38,7 @@ _registering = threading.Lock()
 _library: list[torch.library.Library] = []
 
 
-# ---- casts: as `cached_cast` and `prioritize` in aten/src/ATen/autocast_mode.cpp and autocast_mode.h ------------------
+# ---- casts: as `cached_cast` and `prioritize` in aten/src/ATen/autocast_mode.cpp and autocast_mode.h -----------------
 
 
 def is_eligible(value) -> bool:
