@@ -208,7 +208,6 @@ MISTAKES = [
 
 
 @pytest.mark.parametrize(("make", "text"), MISTAKES)
-@pytest.mark.filterwarnings("ignore:No attention kernel that is switched on takes")
 def test_mistakes_get_pytorchs_words(make, text):
     with virtual_gpus(1):
         query = parts((2, 2, 4, 8))[0].detach()

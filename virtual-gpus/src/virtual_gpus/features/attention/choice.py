@@ -1,7 +1,7 @@
 """Which kernel CUDA takes for scaled_dot_product_attention: flash, memory-efficient, cuDNN's or none of them (math).
 
 The rules are those of aten/src/ATen/native/transformers/cuda/sdp_utils.cpp and sdp_utils_cpp.h, with what changed from
-PyTorch 2.11 to 2.15: each kernel has its conditions (`conditions`), and the first one in the order of priority that
+PyTorch 2.11 to 2.15 (`versions`): each kernel has its conditions, and the first one in the order of priority that
 takes the call is taken. torch.nn.attention.sdpa_kernel and torch.backends.cuda.enable_*_sdp switch kernels off or set
 the order.
 """
@@ -9,29 +9,36 @@ the order.
 from __future__ import annotations
 
 import os
-import warnings
 
 import torch
 
-from virtual_gpus.features.attention.attention_call import CUDNN, EFFICIENT, FLASH, MATH, AttentionCall, cudnn_version
-from virtual_gpus.features.attention.conditions import TAKES
+from virtual_gpus import versions
+from virtual_gpus.features.attention.attention_call import (
+    CUDNN,
+    EFFICIENT,
+    FLASH,
+    HALF,
+    MATH,
+    AttentionCall,
+    cudnn_version,
+    must_be_deterministic,
+)
 from virtual_gpus.settings import INSTALLED
-from virtual_gpus.versions import Version
 
 _ORDER = [FLASH, EFFICIENT, MATH]
 
 
 def choose(call: AttentionCall) -> int:
-    """MATH, FLASH, EFFICIENT or CUDNN. Raises PyTorch's RuntimeError, after a warning, when none is allowed."""
+    """MATH, FLASH, EFFICIENT or CUDNN. Raises PyTorch's RuntimeError when none that is switched on takes the call."""
     for backend in order(call.capability, call.version):
         if backend == MATH and torch.backends.cuda.math_sdp_enabled():
             return MATH
-        if backend in TAKES and TAKES[backend](call):
+        if backend in _TAKES and _TAKES[backend](call):
             return backend
-    raise _nothing_left(call)
+    raise RuntimeError("No available kernel. Aborting execution.")
 
 
-def order(capability: tuple[int, int], version: Version = INSTALLED) -> list[int]:
+def order(capability: tuple[int, int], version: versions.Version = INSTALLED) -> list[int]:
     """The kernels in the order in which they are asked. cuDNN's comes first on Hopper and Blackwell."""
     wanted = torch._C._get_sdp_priority_order()
     return (
@@ -45,17 +52,100 @@ def _prefers_cudnn(capability, version) -> bool:
     return capability[0] in (9, 10) and cudnn_version(version) > 91500
 
 
-def _nothing_left(call: AttentionCall) -> RuntimeError:
-    switches = torch.backends.cuda
-    if not (switches.flash_sdp_enabled() or switches.mem_efficient_sdp_enabled() or switches.cudnn_sdp_enabled()):
-        return RuntimeError(
-            "No viable backend for scaled_dot_product_attention was found. "
-            "This is likely due to turning off both the math kernel and the fused kernels."
-        )
-    query, (major, minor) = call.query, call.capability
-    text = (
-        f"No attention kernel that is switched on takes a query of {query.dtype} and of shape {tuple(query.shape)} "
-        f"with this key, value and mask and these options on a GPU of compute capability {major}.{minor}."
+def _flash(call: AttentionCall) -> bool:
+    (rows, width), columns = call.query.shape[-2:], call.key.shape[-2]
+    return (
+        torch.backends.cuda.flash_sdp_enabled()
+        and call.query.dtype in HALF
+        and call.capability >= (8, 0)
+        and call.mask is None
+        and width == call.key.shape[-1] == call.value.shape[-1] <= 256
+        and (not call.causal or rows == columns)
+        and _dense(call, ignore_width_one=True)
+        and _heads(call, may_share=True, same=True)
     )
-    warnings.warn(text, UserWarning, stacklevel=2)
-    return RuntimeError("No available kernel. Aborting execution.")
+
+
+def _efficient(call: AttentionCall) -> bool:
+    major, half = call.capability[0], call.query.dtype in HALF
+    multiple = 1  # of the width, in numbers (minimum_gemm_alignment)
+    if major >= 8 or (major == 7 and half):
+        multiple = 8 if half else 4
+    dtypes = (torch.float16, torch.float32, torch.bfloat16) if major >= 8 else (torch.float16, torch.float32)
+    query, key, value = (part.shape[-1] for part in call.parts)
+    # Blocks begin at multiples of 512 bytes, so where a view starts within its storage decides.
+    aligned = all(part.storage_offset() % multiple == 0 or not part.numel() for part in call.parts)
+    return (
+        torch.backends.cuda.mem_efficient_sdp_enabled()
+        and call.query.dtype in dtypes
+        and call.capability >= (5, 0)
+        and query == key > 0 < value
+        and query % multiple == value % multiple == 0
+        and (aligned or call.version < versions.EFFICIENT_NEEDS_ALIGNMENT or major < 8)
+        and _dense(call, ignore_width_one=False)
+        and _heads(call, may_share=call.version >= versions.SHARED_HEADS, same=True)
+    )
+
+
+def _cudnn(call: AttentionCall) -> bool:
+    return (
+        torch.backends.cuda.cudnn_sdp_enabled()
+        and call.query.dtype in HALF
+        and call.capability >= (8, 0)
+        and not must_be_deterministic()
+        and (call.version < versions.CUDNN_DROPOUT_IN_SIXTEENTHS or call.dropout * 16 % 1 == 0)
+        and _dense(call, ignore_width_one=True)
+        and _heads(call, may_share=True, same=False)
+        and _cudnn_mask(call)
+        and _cudnn_sizes(call)
+    )
+
+
+def _dense(call: AttentionCall, ignore_width_one: bool) -> bool:
+    """What all kernels want: four dimensions, one dtype, rows of numbers that lie together, and something to do."""
+    query, key, value = call.parts
+    packed = all(part.stride(-1) == 1 for part in call.parts) or (ignore_width_one and query.shape[-1] == 1)
+    return (
+        query.dim() == key.dim() == value.dim() == 4
+        and query.dtype == key.dtype == value.dtype
+        and packed
+        and (call.mask is None or call.mask.stride(-1) == 1)
+        and query.shape[-2] > 0 < key.shape[-2]
+    )
+
+
+def _heads(call: AttentionCall, may_share: bool, same: bool) -> bool:
+    """may_share: the kernel shares keys among heads (enable_gqa). same: keys and values must agree."""
+    (n, query), (key_n, key), (value_n, value) = (part.shape[:2] for part in call.parts)
+    if not n == key_n == value_n:
+        return False
+    one_for_all = may_share and call.version >= versions.SHARED_HEADS and query and key == value == 1
+    if query == key == value or one_for_all:
+        return True
+    if not (may_share and call.gqa) or (same and key != value):
+        return False
+    return bool(key and value) and query % key == query % value == 0
+
+
+def _cudnn_mask(call: AttentionCall) -> bool:
+    mask, shape = call.mask, (*call.query.shape[:3], call.key.shape[2])
+    if mask is None:
+        return True
+    fits = mask.dim() in (2, 4) and all(m in (1, n) for m, n in zip(mask.shape, shape[-mask.dim() :], strict=True))
+    return fits and not mask.requires_grad
+
+
+def _cudnn_sizes(call: AttentionCall) -> bool:
+    pair = width, value_width = call.query.shape[-1], call.value.shape[-1]
+    wide = call.capability[0] in (9, 10)
+    newest = wide and call.version >= versions.CUDNN_WIDE_HEADS and cudnn_version(call.version) > 92200
+    limit = 256 if newest else 192 if wide and pair == (192, 128) else 128
+    one_row = call.key.shape[-2] == 1 or (call.dropout and call.query.shape[-2] == 1)
+    too_many = call.version >= versions.CUDNN_LIMITS_BATCH_AND_HEADS and max(call.query.shape[:2]) > 65535
+    if max(pair) > limit or width % 8 or value_width % 8 or one_row or too_many:
+        return False
+    # Such wide heads have no backward pass otherwise.
+    return not (newest and call.trains and max(pair) > 128) or pair in ((192, 128), (256, 256))
+
+
+_TAKES = {CUDNN: _cudnn, FLASH: _flash, EFFICIENT: _efficient}

@@ -19,6 +19,7 @@ from virtual_gpus.entrance import entrance
 from virtual_gpus.features.attention.attention_call import EFFICIENT, FLASH, HALF, MATH, AttentionCall
 from virtual_gpus.features.attention.choice import choose
 from virtual_gpus.features.attention.fused import fused
+from virtual_gpus.features.attention.numbers import for_all_heads
 from virtual_gpus.features.autocast.casting import casting
 from virtual_gpus.features.distributed.collectives import arrived
 from virtual_gpus.machine import active
@@ -145,7 +146,7 @@ def _plain(query, key, value, mask, dropout, causal, scale, gqa):
         allowed = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool, device=query.device)
         mask = _added(allowed.tril(), query)
     if gqa:
-        key, value = _for_all_heads(key, query), _for_all_heads(value, query)
+        key, value = for_all_heads(query, key), for_all_heads(query, value)
     weights = torch.matmul(query, key.transpose(-2, -1) * root)
     if mask is not None:
         weights = weights.add_(mask)
@@ -155,16 +156,6 @@ def _plain(query, key, value, mask, dropout, causal, scale, gqa):
     out = torch.matmul(weights, value).to(dtype)
     weights.to(dtype)  # PyTorch returns them as well; they are not used
     return out
-
-
-def _for_all_heads(tensor, query):
-    """Keys or values that heads share, once per head of the query."""
-    heads, shared = query.shape[-3], tensor.shape[-3]
-    if heads == shared:
-        return tensor
-    if not shared or heads % shared:
-        raise RuntimeError("Number of heads in key and value must divide the number of heads in query")
-    return tensor.repeat_interleave(heads // shared, -3)
 
 
 def safe_softmax(call: OpCall):

@@ -34,7 +34,7 @@ class Numbers:
 
     def forward(self, query, key, value, bias, seed):
         """The output, and the logarithm of each row's sum (None if the CPU's kernel did not run)."""
-        key, value = _for_all_heads(query, key), _for_all_heads(query, value)
+        key, value = for_all_heads(query, key), for_all_heads(query, value)
         if self.fused:
             return _fused(query, key, value, 0.0, self.causal, attn_mask=bias, scale=self.scale)
         bias = self._bias(bias, query, key)
@@ -47,7 +47,7 @@ class Numbers:
 
     def backward(self, gradient, query, key, value, bias, out, lse, seed):
         """Gradients of query, key, value and of a bias that wants one (else None)."""
-        all_keys, all_values = _for_all_heads(query, key), _for_all_heads(query, value)
+        all_keys, all_values = for_all_heads(query, key), for_all_heads(query, value)
         if self.fused:
             found = _fused_backward(gradient, query, all_keys, all_values, out, lse, 0.0, self.causal,
                                     attn_mask=bias, scale=self.scale)  # fmt: skip
@@ -121,10 +121,10 @@ def _wide(tensor):
     return tensor.float() if tensor.dtype in HALF else tensor
 
 
-def _for_all_heads(query, tensor):
+def for_all_heads(query, tensor):
     """Keys or values that heads share, once per head of the query."""
-    shared = query.shape[1] // max(1, tensor.shape[1])
-    return tensor if shared <= 1 else tensor.repeat_interleave(shared, 1)
+    shared = query.shape[-3] // max(1, tensor.shape[-3])
+    return tensor if shared <= 1 else tensor.repeat_interleave(shared, -3)
 
 
 def _added_up(gradient, tensor):

@@ -16,6 +16,7 @@ import weakref
 from contextlib import ExitStack
 
 import torch
+from torch.autograd.function import once_differentiable
 from torch.overrides import handle_torch_function, has_torch_function
 
 from virtual_gpus.dispatch.timing import charge_recurrent
@@ -37,14 +38,8 @@ from virtual_gpus.placement.storages import ScratchBlock, StorageAllocation, gpu
 from virtual_gpus.threads import this_thread
 
 _NOT_FLAT = (
-    "RNN module weights are not part of single contiguous chunk of memory. This means they need to be compacted at "
-    "every call, possibly greatly increasing memory usage. To compact weights again call flatten_parameters()."
-)
-_TWICE = (
-    "the derivative for '_cudnn_rnn_backward' is not implemented. Double backwards is not supported for CuDNN RNNs due "
-    "to limitations in the CuDNN API. To run double backwards, please disable the CuDNN backend temporarily while "
-    "running the forward pass of your RNN. For example: \n"
-    "with torch.backends.cudnn.flags(enabled=False):\n    output = model(inputs)"
+    "RNN module weights are not part of single contiguous chunk of memory, so every call copies them into one. "
+    "To compact weights again call flatten_parameters()."
 )
 _dropout_states: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # GPU -> block, kept as long as the GPU
 
@@ -75,7 +70,9 @@ def _replacement(name: str):
 
 def _on_cudnn(call: RecurrentCall):
     """`_cudnn_impl`: casts under autocast, checks, and the operation, with a graph where one is wanted."""
-    call.prepare(gpu_of(call.input), weights.are_flat)
+    call.gpu = gpu_of(call.input)
+    call.measure()
+    call.flat = weights.are_flat(call.net, call.params, call.biases)
     _draw_dropout_state(call)
     if torch.is_autocast_enabled("cuda"):
         _cast(call)
@@ -154,6 +151,7 @@ class CudnnRnn(torch.autograd.Function):
         return results
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, *gradients):
         """Gradients of all inputs. Raises as cuDNN does in evaluation mode."""
         call, (input, hx, cx, _, reserve, _, *params) = ctx.call, ctx.saved_tensors
@@ -163,10 +161,7 @@ class CudnnRnn(torch.autograd.Function):
             raise RuntimeError("cudnn RNN backward can only be called in training mode")
         leaves = (input, hx, cx, *params)
         gradients = tuple(map(arrived, gradients))
-        found = _backward(call, leaves, reserve, gradients, ctx.needs_input_grad[1:])
-        if torch.is_grad_enabled():
-            found = _once(found, leaves, gradients)
-        return None, *found
+        return None, *_backward(call, leaves, reserve, gradients, ctx.needs_input_grad[1:])
 
 
 CudnnRnn._backward_cls.__name__ = "CudnnRnnBackward0"  # as PyTorch names the node of its operator
@@ -241,23 +236,6 @@ def _numbers(call: RecurrentCall, leaves, reserve, gradients, wanted):
             generator.set_state(call.random_state)
         graph = call.compute(*leaves[:3], leaves[3:], True, generator)
     return graph.gradients(gradients, wanted, _keeps_graph())
-
-
-class _Once(torch.autograd.Function):
-    """The gradients themselves; to differentiate them again is what cuDNN cannot do."""
-
-    @staticmethod
-    def forward(ctx, count, *tensors):
-        return tuple(t.view_as(t) if t is not None else None for t in tensors[:count])
-
-    @staticmethod
-    def backward(ctx, *gradients):
-        raise NotImplementedError(_TWICE)
-
-
-def _once(found, leaves, gradients):
-    through = [t for t in (*leaves, *gradients) if t is not None and t.requires_grad]
-    return _Once.apply(len(found), *found, *through) if through else found
 
 
 def patches():

@@ -49,12 +49,6 @@ class RecurrentCall:
         """True if dropout has something to drop."""
         return bool(self.train and self.dropout > 0 and self.layers > 1)
 
-    def prepare(self, gpu, are_flat) -> None:
-        """Find the sizes for `gpu`, and whether the weights are in one buffer."""
-        self.gpu = gpu
-        self.measure()
-        self.flat = are_flat(self.net, self.params, self.biases)
-
     def measure(self) -> None:
         """Set `net` and the shapes of the results."""
         packed, output = self.batch_sizes is not None, self.hx.shape[2]
@@ -182,47 +176,32 @@ def _same(tensor):
 
 def bind(name: str, raw, args, kwargs) -> RecurrentCall | None:
     """The arguments by name, in either of the two forms; None if they do not fit."""
-    second = args[1] if len(args) > 1 else None
-    third = args[2] if len(args) > 2 else None
-    packed = "batch_sizes" in kwargs or isinstance(second if name == "lstm" else third, torch.Tensor)
+    packed = "batch_sizes" in kwargs or isinstance((*args, None, None, None)[1 if name == "lstm" else 2], torch.Tensor)
     names = ("data", "batch_sizes", "hx", *_NAMES) if packed else ("input", "hx", *_NAMES, "batch_first")
     found = {**dict(zip(names, args, strict=False)), **kwargs}
-    fits = len(args) <= len(names) and set(found) == set(names) and len(args) + len(kwargs) == len(names)
-    lists = [found["params"], *([found["hx"]] if name == "lstm" else [])] if fits else []
-    if not fits or any(not isinstance(value, (list, tuple)) or not value for value in lists):
+    if set(found) != set(names) or len(args) + len(kwargs) != len(names) or not found["params"]:
         return None
     if name == "lstm" and len(found["hx"]) != 2:
         return None
     call = RecurrentCall(name, raw, found)
-    steps = 2 if packed else 3
-    fits = all(isinstance(t, torch.Tensor) for t in call.tensors) and call.input.dim() == steps and call.hx.dim() == 3
-    return call if fits else None
+    return call if call.input.dim() == (2 if packed else 3) and call.hx.dim() == 3 else None
 
 
 def check(call: RecurrentCall, dtypes: bool = True) -> None:
     """One device, one dtype, contiguous states: `check_attributes` of aten/src/ATen/native/RNN.h, and RNN.cpp."""
-    for kind, tensors in (("hidden", (call.hx, call.cx)), ("parameter", call.params)):
+    here = device_of(call.input)
+    states = [state for state in (call.hx, call.cx) if state is not None]
+    for kind, tensors in (("hidden", states), ("parameter", call.params)):
         for tensor in tensors:
-            if tensor is not None:
-                _check_one(call.input, kind, tensor, dtypes)
-    if not dtypes:
-        return
-    if call.batch_sizes is not None and device_of(call.batch_sizes).type != "cpu":
-        raise RuntimeError(f"batch_sizes tensor should be on CPU, but got {device_of(call.batch_sizes)}")
-    for name, state in (("hx", call.hx), ("cx", call.cx)):
-        if state is not None and not state.is_contiguous():
-            raise RuntimeError(f"rnn: {name} is not contiguous")
-
-
-def _check_one(input, kind: str, tensor, dtypes: bool) -> None:
-    here, there = device_of(input), device_of(tensor)
-    if here != there:
-        raise RuntimeError(
-            f"Input and {kind} tensors are not at the same device, found input tensor at {here} and {kind} tensor at "
-            f"{there}"
-        )
-    if dtypes and input.dtype != tensor.dtype:
-        raise RuntimeError(
-            f"Input and {kind} tensors are not the same dtype, found input tensor with {scalar_type(input)} and {kind} "
-            f"tensor with {scalar_type(tensor)}"
-        )
+            if device_of(tensor) != here:
+                raise RuntimeError(
+                    f"Input and {kind} tensors are not at the same device, found input tensor at {here} and {kind} "
+                    f"tensor at {device_of(tensor)}"
+                )
+            if dtypes and tensor.dtype != call.input.dtype:
+                raise RuntimeError(
+                    f"Input and {kind} tensors are not the same dtype, found input tensor with "
+                    f"{scalar_type(call.input)} and {kind} tensor with {scalar_type(tensor)}"
+                )
+    if dtypes and not all(state.is_contiguous() for state in states):
+        raise RuntimeError("rnn: hx is not contiguous")

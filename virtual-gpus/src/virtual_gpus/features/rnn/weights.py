@@ -92,14 +92,14 @@ def flatten_parameters(self) -> None:
     if torch._C._are_functorch_transforms_active():
         return None  # their wrappers have no storage
     gpu = gpu_of(weights[0]) if weights and isinstance(weights[0], torch.Tensor) else None
-    if gpu is None:
+    if gpu is None or len(weights) != len(self._flat_weights_names):
         return _raw_flatten_parameters(self)
-    if len(weights) != len(self._flat_weights_names) or not all(isinstance(w, torch.Tensor) for w in weights):
-        return None
-    if any(w.dtype != weights[0].dtype or not is_acceptable(w) or gpu_of(w) is not gpu for w in weights):
-        return None
-    if len({(w.untyped_storage()._cdata, w.storage_offset()) for w in weights}) != len(weights):
-        return None  # a weight that is used twice
+    fit = all(
+        isinstance(w, torch.Tensor) and w.dtype == weights[0].dtype and is_acceptable(w) and gpu_of(w) is gpu
+        for w in weights
+    )
+    if not fit or len({(w.untyped_storage()._cdata, w.storage_offset()) for w in weights}) != len(weights):
+        return None  # the last: a weight that is used twice
     _flatten(gpu, network_of(self), weights, self.bias)
     return None
 
