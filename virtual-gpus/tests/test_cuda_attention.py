@@ -10,8 +10,7 @@ from measuring import bytes_of, events_of, with_and_without_numbers
 from pairwise import pairwise, title
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from virtual_gpus import virtual_gpus
-from virtual_gpus.features.attention.attention_call import CUDNN, EFFICIENT, FLASH, MATH, AttentionCall
-from virtual_gpus.features.attention.choice import choose, order
+from virtual_gpus.features.attention.choice import CUDNN, EFFICIENT, FLASH, MATH, AttentionCall, choose, order
 from virtual_gpus.features.attention.memory import _best_split
 from virtual_gpus.settings import INSTALLED
 

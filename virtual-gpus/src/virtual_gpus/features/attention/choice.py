@@ -8,24 +8,52 @@ the order.
 
 from __future__ import annotations
 
+import functools
 import os
 
 import torch
 
 from virtual_gpus import versions
-from virtual_gpus.features.attention.attention_call import (
-    CUDNN,
-    EFFICIENT,
-    FLASH,
-    HALF,
-    MATH,
-    AttentionCall,
-    cudnn_version,
-    must_be_deterministic,
-)
 from virtual_gpus.settings import INSTALLED
+from virtual_gpus.versions import CUDNN_OF_WHEELS, NEWEST, Version
 
+MATH, FLASH, EFFICIENT, CUDNN = 0, 1, 2, 3  # as torch.nn.attention.SDPBackend
+HALF = (torch.float16, torch.bfloat16)
 _ORDER = [FLASH, EFFICIENT, MATH]
+
+
+class AttentionCall:
+    """One call: tensors (N, heads, T, width), the mask or None, and the GPU's compute capability (major, minor).
+
+    version: of the PyTorch whose rules hold, (major, minor).
+    """
+
+    __slots__ = ("capability", "causal", "dropout", "gqa", "key", "mask", "query", "trains", "value", "version")
+
+    def __init__(self, query, key, value, mask, dropout, causal, gqa, capability, version=INSTALLED):
+        self.query, self.key, self.value, self.mask = query, key, value, mask
+        self.dropout, self.causal, self.gqa, self.capability = dropout, causal, gqa, capability
+        self.version = version
+        self.trains = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
+
+    @property
+    def parts(self):
+        """Query, key and value."""
+        return self.query, self.key, self.value
+
+
+def must_be_deterministic() -> bool:
+    """True if PyTorch takes deterministic algorithms only, and does not just warn of others."""
+    return torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
+
+
+@functools.cache
+def cudnn_version(version: Version = INSTALLED) -> int:
+    """cuDNN's version as PyTorch counts it, 91900 for 9.19.0: the installed one, or that of a version's wheels."""
+    if version != INSTALLED or not torch.backends.cudnn.is_available():
+        return CUDNN_OF_WHEELS.get(version, CUDNN_OF_WHEELS[NEWEST])
+    major, minor, patch = torch._C._cudnn.getCompileVersion()
+    return major * 10000 + minor * 100 + patch
 
 
 def choose(call: AttentionCall) -> int:
@@ -38,7 +66,7 @@ def choose(call: AttentionCall) -> int:
     raise RuntimeError("No available kernel. Aborting execution.")
 
 
-def order(capability: tuple[int, int], version: versions.Version = INSTALLED) -> list[int]:
+def order(capability: tuple[int, int], version: Version = INSTALLED) -> list[int]:
     """The kernels in the order in which they are asked. cuDNN's comes first on Hopper and Blackwell."""
     wanted = torch._C._get_sdp_priority_order()
     return (

@@ -16,8 +16,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 from virtual_gpus.dispatch.copies import is_transformed
 from virtual_gpus.dispatch.op_call import OpCall
 from virtual_gpus.entrance import entrance
-from virtual_gpus.features.attention.attention_call import EFFICIENT, FLASH, HALF, MATH, AttentionCall
-from virtual_gpus.features.attention.choice import choose
+from virtual_gpus.features.attention.choice import EFFICIENT, FLASH, HALF, MATH, AttentionCall, choose
 from virtual_gpus.features.attention.fused import fused
 from virtual_gpus.features.attention.numbers import for_all_heads
 from virtual_gpus.features.autocast.casting import casting
@@ -44,7 +43,7 @@ def scaled_dot_product_attention(
         return _attention(gpu, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     query, key, value, attn_mask = map(arrived, (query, key, value, attn_mask))
     inputs = (query, key, value) if attn_mask is None else (query, key, value, attn_mask)
-    call = _raw if _is_elsewhere(query, key, value) or _is_wrong(*inputs, dropout=dropout_p) else _on_gpu
+    call = _raw if _is_elsewhere(query) or _is_wrong(*inputs, dropout=dropout_p) else _on_gpu
     return call(query, key, value, attn_mask, dropout_p, is_causal, **rest)
 
 
@@ -53,17 +52,10 @@ def is_dtensor(value) -> bool:
     return is_wrapper(type(value)) and hasattr(value, "to_local")
 
 
-def _is_elsewhere(query, key, value) -> bool:
+def _is_elsewhere(query) -> bool:
     """On the CPU, or under torch.func's transforms, which take operators apart themselves."""
     return (
-        active() is None
-        or this_thread.inside
-        or gpu_of(query) is None
-        or is_wrapper(type(query))
-        or query.is_nested
-        or key.is_nested
-        or value.is_nested
-        or is_transformed()
+        active() is None or this_thread.inside or gpu_of(query) is None or is_wrapper(type(query)) or is_transformed()
     )
 
 

@@ -19,8 +19,7 @@ from torch.utils._python_dispatch import _len_torch_dispatch_stack
 from virtual_gpus.dispatch.op_call import OpCall
 from virtual_gpus.dispatch.timing import charge_attention
 from virtual_gpus.features.attention import memory as memory
-from virtual_gpus.features.attention.attention_call import CUDNN, EFFICIENT, FLASH, HALF
-from virtual_gpus.features.attention.efficient import Efficient
+from virtual_gpus.features.attention.choice import CUDNN, EFFICIENT, FLASH, HALF
 from virtual_gpus.features.attention.numbers import Numbers
 from virtual_gpus.machine import VirtualGPU
 from virtual_gpus.placement.random_numbers import count_draws, default_generator
@@ -29,7 +28,7 @@ from virtual_gpus.threads import below, seen
 
 _AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCUDA)
 _PADDED = 32  # the memory-efficient kernel writes a multiple of so many logarithms per head
-KERNELS: dict[int, type[memory.Kernel]] = {CUDNN: memory.Cudnn, FLASH: memory.Flash, EFFICIENT: Efficient}
+KERNELS: dict[int, type[memory.Kernel]] = {CUDNN: memory.Cudnn, FLASH: memory.Flash, EFFICIENT: memory.Efficient}
 
 
 def fused(backend: int, trains: bool, query, key, value, bias, dropout: float, causal: bool, scale: float | None):

@@ -12,7 +12,7 @@ import math
 
 import torch
 
-from virtual_gpus.features.attention.attention_call import HALF
+from virtual_gpus.features.attention.choice import HALF
 
 _fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _fused_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default

@@ -6,6 +6,9 @@ first use of autocast, kernels in Python take their places, with CUDA's lists (`
 and since no tensor of ours carries the key, each thread that turns autocast on has it added to all
 its operators. Composite operators follow the lists at every level, as on a GPU.
 
+torch.autocast, custom_fwd, custom_bwd and GradScaler themselves are PyTorch's own. With shapes_only it is not known
+whether a gradient overflowed; it counts as not. The scale then stays the one that GradScaler started from.
+
 Stand-ins that answer before the dispatcher is reached use `casting` or `cast_for_rnn`.
 """
 
@@ -34,6 +37,10 @@ _exclude = torch._C._dispatch_tls_set_dispatch_key_excluded
 _include = torch._C._dispatch_tls_set_dispatch_key_included
 
 _cast_weights: dict[int, tuple[weakref.ref, torch.Tensor]] = {}  # of all threads, as in C++
+_Scaler = torch.amp.GradScaler
+_raw_set = torch.set_autocast_enabled
+_raw_clear = torch.clear_autocast_cache
+_raw = {name: getattr(_Scaler, name) for name in ("_maybe_opt_step", "get_scale", "_get_growth_tracker")}
 _registering = threading.Lock()
 _library: list[torch.library.Library] = []
 
@@ -120,33 +127,26 @@ def _without_autocast(op, args, kwargs):
         this_thread.autocast = outer
 
 
-def _cast_all(op, args, kwargs, dtype: torch.dtype):
-    """From the last argument to the first, as compilers evaluate the arguments in C++: the order of the blocks."""
-    if kwargs:
-        kwargs = {name: cast(value, dtype) for name, value in reversed(kwargs.items())}
-    args = [cast(value, dtype) for value in reversed(args)][::-1]
-    return _without_autocast(op, args, kwargs)
+def _casting_to(dtype_for):
+    """The policy that casts all inputs to `dtype_for(args, kwargs)`.
+
+    From the last argument to the first, as compilers evaluate the arguments in C++: the order of the blocks.
+    """
+
+    def policy(op):
+        def kernel(*args, **kwargs):
+            dtype = dtype_for(args, kwargs)
+            if kwargs:
+                kwargs = {name: cast(value, dtype) for name, value in reversed(kwargs.items())}
+            return _without_autocast(op, [cast(value, dtype) for value in reversed(args)][::-1], kwargs)
+
+        return kernel
+
+    return policy
 
 
-def _in_lower_precision(op):
-    def kernel(*args, **kwargs):
-        return _cast_all(op, args, kwargs, _lower_dtype("cuda"))
-
-    return kernel
-
-
-def _in_fp32(op):
-    def kernel(*args, **kwargs):
-        return _cast_all(op, args, kwargs, _FP32)
-
-    return kernel
-
-
-def _in_the_widest(op):
-    def kernel(*args, **kwargs):
-        return _cast_all(op, args, kwargs, widest((*args, *kwargs.values()), _lower_dtype("cuda")))
-
-    return kernel
+def _widest_of_all(args, kwargs) -> torch.dtype:
+    return widest((*args, *kwargs.values()), _lower_dtype("cuda"))
 
 
 def _to_fp32_results(op):
@@ -173,10 +173,10 @@ def _banned(op):
 
 
 _POLICIES = {
-    **dict.fromkeys(lists.LOWER_PRECISION, _in_lower_precision),
-    **dict.fromkeys(lists.FP32, _in_fp32),
+    **dict.fromkeys(lists.LOWER_PRECISION, _casting_to(lambda args, kwargs: _lower_dtype("cuda"))),
+    **dict.fromkeys(lists.FP32, _casting_to(lambda args, kwargs: _FP32)),
     **dict.fromkeys(lists.FP32_SET_OPT_DTYPE, _to_fp32_results),
-    **dict.fromkeys(lists.PROMOTE, _in_the_widest),
+    **dict.fromkeys(lists.PROMOTE, _casting_to(_widest_of_all)),
     **dict.fromkeys(lists.BANNED, _banned),
 }
 
@@ -237,14 +237,14 @@ def register() -> None:
     with _registering, warnings.catch_warnings():
         if _library:
             return
-        warnings.simplefilter("ignore")  # PyTorch says that it had kernels here already; `unregister` gives them back
+        warnings.simplefilter("ignore")  # PyTorch says that it had kernels here already; `forget` gives them back
         library = torch.library.Library("aten", "IMPL", "AutocastCUDA")
         for name in names():
             library.impl(name, _POLICIES[name](_overload(name)))
         _library.append(library)
 
 
-def unregister() -> None:
+def forget() -> None:
     """Give PyTorch its own kernels back. Called when the last virtual GPUs go off."""
     clear_cache()
     this_thread.autocast = False
@@ -257,3 +257,49 @@ def unregister() -> None:
 def _overload(name: str):
     base, _, overload = name.partition(".")
     return getattr(getattr(torch.ops.aten, base), overload or "default")
+
+
+def set_autocast_enabled(*args) -> None:
+    """`set_autocast_enabled("cuda", True)`, or the old form without the device."""
+    _raw_set(*args)
+    follow()
+
+
+def clear_autocast_cache() -> None:
+    """Forget the weights that were cast; autocast does this when its outermost region ends."""
+    clear_cache()
+    _raw_clear()
+
+
+# ---- GradScaler with shapes_only -------------------------------------------------------------------------------------
+
+
+def _has_no_values(tensor) -> bool:
+    gpu = None if tensor is None else gpu_of(tensor)
+    return gpu is not None and gpu.machine.shapes_only
+
+
+def _maybe_opt_step(self, optimizer, optimizer_state, *args, **kwargs):
+    """The step, unless a gradient overflowed."""
+    if any(_has_no_values(found) for found in optimizer_state["found_inf_per_device"].values()):
+        return optimizer.step(*args, **kwargs)
+    return _raw["_maybe_opt_step"](self, optimizer, optimizer_state, *args, **kwargs)
+
+
+def get_scale(self) -> float:
+    """The current scale."""
+    return self._init_scale if _has_no_values(_scale_of(self)) else _raw["get_scale"](self)
+
+
+def _get_growth_tracker(self) -> int:
+    return self._init_growth_tracker if _has_no_values(_scale_of(self)) else _raw["_get_growth_tracker"](self)
+
+
+def _scale_of(scaler):
+    return scaler._scale if scaler.is_enabled() else None
+
+
+def patches():
+    """See `features`."""
+    rows = [(owner, f.__name__, f) for owner in (torch, torch._C) for f in (set_autocast_enabled, clear_autocast_cache)]
+    return rows + [(_Scaler, f.__name__, f) for f in (_maybe_opt_step, get_scale, _get_growth_tracker)]

@@ -144,11 +144,11 @@ class Graph:
         inputs = tuple(leaf for leaf, w in zip(self.leaves, wanted, strict=True) if w)
         with below(), torch._C._DisableTorchDispatch(), torch._C._ExcludeDispatchKeyGuard(_AUTOCAST):
             found = iter(_run_backward(outputs, gradients, keep, False, inputs, True, accumulate_grad=False))
-            return [_or_zeros(next(found), leaf) if w else None for leaf, w in zip(self.leaves, wanted, strict=True)]
-
-
-def _or_zeros(gradient, leaf):
-    return torch.zeros_like(leaf) if gradient is None else gradient
+            found = [next(found) if w else None for w in wanted]
+            return [
+                torch.zeros_like(leaf) if w and gradient is None else gradient
+                for gradient, leaf, w in zip(found, self.leaves, wanted, strict=True)
+            ]
 
 
 def _own(tensor):

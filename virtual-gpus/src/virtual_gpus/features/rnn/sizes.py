@@ -119,7 +119,8 @@ def workspace_bytes(net: Network, small: bool, training: bool = True) -> int:
     sequence = net.time * net.batch * net.hidden * net.itemsize
     inputs = net.time * net.batch * net.input * net.itemsize
     outputs = net.time * net.batch * net.output * net.directions * net.itemsize
-    states, weights = _STATES[net.cell] * net.inner, _matrix_elements(net) * net.itemsize
+    states = _STATES[net.cell] * net.inner
+    weights = (weight_offsets(net, False)[1] - net.inner * 2 * net.gates * net.hidden) * net.itemsize  # the matrices
     both_ways = net.layers * (net.directions - 1)
     passes = 2 if training else 1  # values, and gradients
     total = weights + net.gates * net.directions * sequence + (passes - 1) * inputs
@@ -134,18 +135,11 @@ def workspace_bytes(net: Network, small: bool, training: bool = True) -> int:
     if small:
         total += net.inner * sequence * passes * _SMALL * net.gates
     states += 4 * both_ways
-    return total + states * net.batch * net.hidden * net.itemsize + _lengths_bytes(net)
+    # Integers per sequence and per step, each list from a multiple of 256 bytes on.
+    lengths = sum(ceil(4 * count / 256) * 256 for count in (net.batch, net.time))
+    return total + states * net.batch * net.hidden * net.itemsize + lengths
 
 
 def dropout_state_bytes(multi_processor_count: int) -> int:
     """The random states that cuDNN's dropout keeps on a GPU for the rest of the process."""
     return multi_processor_count * _DROPOUT_STATE_PER_PROCESSOR
-
-
-def _matrix_elements(net: Network) -> int:
-    return weight_offsets(net, False)[1] - net.inner * 2 * net.gates * net.hidden
-
-
-def _lengths_bytes(net: Network) -> int:
-    """Integers per sequence and per step, each list from a multiple of 256 bytes on."""
-    return sum(ceil(4 * count / 256) * 256 for count in (net.batch, net.time))

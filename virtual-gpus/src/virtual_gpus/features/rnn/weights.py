@@ -69,20 +69,16 @@ class CastFlat(torch.autograd.Function):
     def forward(ctx, net, biases, gpu, *params):
         """The cast weights, all on one storage."""
         ctx.dtype = params[0].dtype
-        return _cast_flat(net, biases, gpu, params)
+        offsets, total = weight_offsets(net, biases)
+        flat = empty(gpu, (total,), torch.float16)
+        made = pieces(flat, params, offsets)
+        fill(flat, made, params)
+        return tuple(made)
 
     @staticmethod
     def backward(ctx, *gradients):
         """Each gradient as the weight's own dtype."""
         return None, None, None, *(None if g is None else g.to(ctx.dtype) for g in gradients)
-
-
-def _cast_flat(net: Network, biases: bool, gpu, params) -> tuple[torch.Tensor, ...]:
-    offsets, total = weight_offsets(net, biases)
-    flat = empty(gpu, (total,), torch.float16)
-    made = pieces(flat, params, offsets)
-    fill(flat, made, params)
-    return tuple(made)
 
 
 @entrance
@@ -100,7 +96,13 @@ def flatten_parameters(self) -> None:
     )
     if not fit or len({(w.untyped_storage()._cdata, w.storage_offset()) for w in weights}) != len(weights):
         return None  # the last: a weight that is used twice
-    _flatten(gpu, network_of(self), weights, self.bias)
+    offsets, total = weight_offsets(network_of(self), self.bias)
+    flat = empty(gpu, (total,), weights[0].dtype)
+    fill(flat, pieces(flat, weights, offsets), weights)
+    # Below autograd, as in C++: DataParallel's replicas are views, which autograd would not let us lay elsewhere.
+    with below(), torch._C._DisableTorchDispatch(), torch._C._AutoDispatchBelowADInplaceOrView():
+        for weight, at in zip(weights, offsets, strict=True):
+            weight.set_(flat.untyped_storage(), at, weight.shape)
     return None
 
 
@@ -109,16 +111,6 @@ def network_of(module: torch.nn.RNNBase) -> Network:
     cell, output = module.mode.partition("_")[0], module.proj_size or module.hidden_size
     return Network(cell, module.num_layers, 2 if module.bidirectional else 1, 1, 1, module.input_size,
                    module.hidden_size, output, 4)  # fmt: skip
-
-
-def _flatten(gpu, net: Network, weights, biases: bool) -> None:
-    offsets, total = weight_offsets(net, biases)
-    flat = empty(gpu, (total,), weights[0].dtype)
-    fill(flat, pieces(flat, weights, offsets), weights)
-    # Below autograd, as in C++: DataParallel's replicas are views, which autograd would not let us lay elsewhere.
-    with below(), torch._C._DisableTorchDispatch(), torch._C._AutoDispatchBelowADInplaceOrView():
-        for weight, at in zip(weights, offsets, strict=True):
-            weight.set_(flat.untyped_storage(), at, weight.shape)
 
 
 def patches():
