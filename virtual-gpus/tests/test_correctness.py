@@ -15,7 +15,7 @@ from benchmarks.reference.networks import GPT, Recurrent, TokenEncoder
 from measuring import draw, function, same
 from torch import nn
 from torch.nn.utils import rnn
-from virtual_gpus import virtual_gpus
+from virtual_gpus import operators, virtual_gpus
 
 pytestmark = pytest.mark.usefixtures("workspaces_given_back")
 GPUS = {"count": 3, "memory": "16 GiB"}
@@ -448,3 +448,18 @@ def test_the_state_of_a_generator_is_a_seed_and_an_offset_and_there_are_generato
             torch.rand(4, device=device, generator=wrong)
         with pytest.raises(RuntimeError, match=expected):
             torch.empty(4, device=device).normal_(generator=wrong)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_computed_in_float32_where_the_cpu_has_no_kernels_for_it(monkeypatch, dtype):
+    monkeypatch.setattr(operators, "_slow_types", lambda: (dtype,))
+    monkeypatch.setattr(operators, "KNOWN", {})
+    x, filters = torch.randn(2, 3, 8, 8).to(dtype), torch.randn(4, 3, 3, 3).to(dtype)
+    a = x.flatten(1)
+    with virtual_gpus():
+        assert torch.equal((a.cuda() @ a.cuda().t()).cpu(), (a.float() @ a.float().t()).to(dtype))
+        image, weight = x.cuda(), filters.cuda().requires_grad_()
+        result = F.conv2d(image, weight)
+        result.sum().backward()  # no gradient of the image is asked for
+    assert torch.equal(result.detach().cpu(), F.conv2d(x.float(), filters.float()).to(dtype))
+    assert weight.grad.dtype == dtype and image.grad is None
