@@ -29,6 +29,7 @@ def shapes(rank):
         "broadcast": written(dist.broadcast, ones(2) * mine, src=1, group=pair),
         "gathered into a flat tensor": written(dist.all_gather_into_tensor, ones(8), ones(2, 2) * mine),
         "gathered into a list of another shape": written(dist.all_gather, [ones(4), ones(4)], ones(2, 2) * mine),
+        "gathered unevenly": written(dist.all_gather, [ones(1), ones(3)], ones(1 + 2 * rank) * mine),
         "scattered from a flat tensor": written(dist.reduce_scatter_tensor, ones(2, 2), torch.arange(8.0).cuda()),
         "scattered unevenly": written(dist.reduce_scatter, ones(1 + 2 * rank), [ones(1) * mine, ones(3) * mine]),
         "gathered scalars": written(dist.all_gather_into_tensor, ones(2), torch.tensor(mine).cuda()),
@@ -41,6 +42,9 @@ def shapes(rank):
     parts = made["all to all"]
     work = dist.all_to_all(parts, [part * mine for part in parts], async_op=True)
     assert work.wait() and work.result() is not None and len(work.get_future().wait()) == 2
+    small = [ones(2, dtype=torch.float8_e4m3fn) for _ in range(2)]
+    dist.all_gather(small, (ones(2) * mine).to(torch.float8_e4m3fn))
+    made["float8"] = [part.float() for part in small]
     with dist._coalescing_manager(device=torch.device("cuda"), async_ops=True) as work:
         for one in made["coalesced"]:
             dist.all_reduce(one)
@@ -139,10 +143,12 @@ def test_collectives_of_nccl():
         "broadcast": [[2.0, 2.0]],
         "gathered into a flat tensor": [[1.0] * 4 + [2.0] * 4],
         "gathered into a list of another shape": [[1.0] * 4, [2.0] * 4],
+        "gathered unevenly": [[1.0], [2.0] * 3],
         "scattered from a flat tensor": [[[0.0, 2.0], [4.0, 6.0]]],
         "scattered unevenly": [[3.0]],
         "all to all": [[1.0], [2.0, 2.0]],
         "gathered scalars": [[1.0, 2.0]],
+        "float8": [[1.0, 1.0], [2.0, 2.0]],
         "coalesced": [[3.0] * 2, [3.0] * 3],
         "coalesced into tensors": [[1.0, 1.0, 2.0, 2.0], [[1.0, 1.0], [2.0, 2.0]]],
         "multiplied first": [[1.5, 1.5], [1.5, 1.5]],
@@ -167,7 +173,7 @@ REFUSED = {
     "output tensor size must be equal to world_size": lambda: dist.all_gather_into_tensor(ones(3), ones(2)),
     "input tensor must be the same size as output": lambda: dist.reduce_scatter_tensor(ones(3), ones(2)),
     "torch.distributed.ProcessGroupNCCL": lambda: dist.ProcessGroupNCCL(dist.HashStore(), 0, 1),
-    "collectives of float8": lambda: dist.all_reduce(ones(2, dtype=torch.float8_e4m3fn)),
+    "Float8 dtypes are not currenlty supported": lambda: dist.all_reduce(ones(2, dtype=torch.float8_e4m3fn)),
     "a message of a rank to itself": lambda: dist.group.WORLD.send([ones(2)], 0, 0),
     "does not support all_reduce with sparse": lambda: dist.all_reduce(ones(2).to_sparse()),
 }

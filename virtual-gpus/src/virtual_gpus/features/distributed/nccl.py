@@ -32,8 +32,8 @@ from virtual_gpus.threads import below, this_thread
 
 _FLOAT8 = {torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz}
 # What NCCL moves (`ncclDataType` in NCCLUtils.cpp); complex numbers go as pairs of real ones.
-_MOVED = {torch.int8, torch.uint8, torch.int32, torch.int64, torch.bool, torch.float16, torch.bfloat16,
-          torch.float32, torch.float64, torch.complex64, torch.complex128}  # fmt: skip
+_MOVED = _FLOAT8 | {torch.int8, torch.uint8, torch.int32, torch.int64, torch.bool, torch.float16, torch.bfloat16,
+                    torch.float32, torch.float64, torch.complex64, torch.complex128}  # fmt: skip
 _LISTS = {"allgather": 0, "reduce_scatter": 1}  # which argument is the list that goes through one flat tensor
 _NAMES = (
     "allreduce", "allreduce_coalesced", "broadcast", "reduce", "send", "recv", "recv_anysource", "gather", "scatter",
@@ -63,10 +63,10 @@ def _check(name: str, tensors: Sequence[torch.Tensor]) -> None:
             raise ValueError("Tensors must be CUDA and dense")
         if name not in _MESSAGES and not _is_contiguous(tensor):
             raise ValueError("Tensors must be contiguous")
-        if tensor.dtype in _FLOAT8:
-            raise errors.not_modelled("messages and collectives of float8 tensors", "Send x.view(torch.uint8).")
         if tensor.dtype not in _MOVED:
             raise TypeError(f"Input tensor data type is not supported for NCCL process group: {scalar_type(tensor)}")
+        if "reduce" in name and tensor.dtype in _FLOAT8:
+            raise RuntimeError("Float8 dtypes are not currenlty supported for NCCL reductions")
 
 
 def _is_contiguous(tensor: torch.Tensor) -> bool:
@@ -91,6 +91,13 @@ def _seen_as(tensor: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
     if tensor.shape == torch.Size(shape):
         return tensor
     return torch.as_strided(tensor.detach(), (tensor.numel(),), (1,), tensor.storage_offset()).view(shape)
+
+
+def _as_bytes(value: Any) -> Any:
+    """Float8 tensors as bytes, also within lists: gloo has no such type."""
+    if isinstance(value, torch.Tensor):
+        return value.view(torch.uint8) if value.dtype in _FLOAT8 else value
+    return [_as_bytes(part) for part in value] if isinstance(value, (list, tuple)) else value
 
 
 def _list_like(tensors: Any, other: Any) -> Any:
@@ -151,6 +158,13 @@ def _together() -> type:
     return Together
 
 
+def _gather_uneven(group: Any, outputs: list[torch.Tensor], part: torch.Tensor) -> Any:
+    """Every rank's tensor has a size of its own: one broadcast from each rank, as in ProcessGroupNCCL.cpp."""
+    outputs[group.rank()].copy_(_seen_as(part, outputs[group.rank()].shape))
+    works = [group.broadcast(output, rank) for rank, output in enumerate(outputs)]
+    return _together()(works, outputs)
+
+
 def _exchange(group: Any, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> Any:
     """A tensor to each rank and one from each: messages from rank to rank, as NCCL does it."""
     here = group.rank()
@@ -186,7 +200,7 @@ def _adapt(group: Any, name: str, args: list[Any]) -> list[Any]:
         args[0] = _list_like(args[0], args[1])
     elif name in ("reduce_scatter", "scatter") and args[1]:
         args[1] = _list_like(args[1], args[0])
-    return args
+    return [_as_bytes(value) for value in args]
 
 
 def _by_nccls_rules(name: str, function: Callable) -> Callable:
@@ -266,6 +280,8 @@ def _issue(group: Any, name: str, function: Callable, args: list[Any], rest: dic
         return group.gather(parts, [args[1]], *args[2:], **rest)
     if name == "alltoall":
         return _exchange(group, outputs, list(args[1]))
+    if name == "allgather" and len({output.shape for output in outputs}) > 1:
+        return _gather_uneven(group, outputs, tensors_in(args[1:])[0])
     ops = torch.distributed.ReduceOp
     opts, op = _options((*args, *rest.values())), _operation((*args, *rest.values()))
     if op is not None:
