@@ -19,8 +19,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 import typing_extensions
 
-from virtual_gpus import errors
-from virtual_gpus.memory.allocator import OutOfMemory
+from virtual_gpus.memory.allocator import OutOfMemory, oom_message
 
 _HERE = str(pathlib.Path(__file__).parent)
 _P, _R = ParamSpec("_P"), TypeVar("_R")
@@ -53,7 +52,7 @@ def seen_from_outside(error: BaseException) -> str | None:
     if not isinstance(error, OutOfMemory):
         error.__traceback__ = _beyond_this_package(error.__traceback__)
         return None
-    text = errors.out_of_memory_text(error, error.gpu)
+    text = oom_message(error, error.gpu.index)
     error.__traceback__ = error.__context__ = None  # they hold the frames, and those the tensors
     return text
 

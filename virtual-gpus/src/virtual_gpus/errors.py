@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 
-from virtual_gpus.memory.allocator import OutOfMemory, oom_message
 from virtual_gpus.settings import Settings
 
 
@@ -119,19 +118,9 @@ def numpy_of_gpu_tensor(device: torch.device) -> TypeError:
     )
 
 
-def legacy_constructor(device: torch.device) -> RuntimeError:
-    """`x.new(..., device=...)` for a device that is no GPU."""
-    return RuntimeError(f"legacy constructor expects device type: cuda but device type: {device.type} was passed")
-
-
 def wrong_generator(wanted: str, found: str) -> RuntimeError:
     """A CPU generator for a GPU tensor or the reverse (aten/src/ATen/core/Generator.h)."""
     return RuntimeError(f"Expected a '{wanted}' device type for generator but found '{found}'")
-
-
-def out_of_memory_text(error: OutOfMemory, gpu: Any) -> str:
-    """PyTorch's message for an allocation that does not fit on a `VirtualGPU`, with its numbers."""
-    return oom_message(error, gpu.index)
 
 
 class NeedsValues(RuntimeError):
@@ -155,11 +144,6 @@ def host_memory_ran_out(operator: str) -> MemoryError:
 
 
 # ---- tensors on different devices ------------------------------------------------------------------------------------
-
-# Operators whose CUDA form is another operator, which is the one that complains: name -> (method, renamed arguments).
-_CHECKED_AS = {
-    "embedding": ("wrapper_CUDA__index_select", {"weight": "self", "indices": "index"}),
-}
 
 
 @functools.lru_cache(maxsize=1)
@@ -196,11 +180,12 @@ def _method(name: str) -> str:
 
 def argument_elsewhere(name: str, argument: str, found: torch.device, common: torch.device) -> RuntimeError:
     """The generated check's error (c10/core/impl's common_device_check_failure)."""
-    base = name.partition(".")[0]
-    method, renamed = _CHECKED_AS.get(base, (None, {}))
+    method = _method(name)
+    if name.partition(".")[0] == "embedding":  # on CUDA another operator, which complains
+        method, argument = "wrapper_CUDA__index_select", {"weight": "self", "indices": "index"}[argument]
     return RuntimeError(
-        f"Expected all tensors to be on the same device, but got {renamed.get(argument, argument)} is on {found}, "
-        f"different from other tensors on {common} (when checking argument in method {method or _method(name)})"
+        f"Expected all tensors to be on the same device, but got {argument} is on {found}, "
+        f"different from other tensors on {common} (when checking argument in method {method})"
     )
 
 

@@ -60,12 +60,6 @@ ROUTES: dict[str, Callable[..., Any]] = {}
 class Operator:
     """The facts of one overload (`aten.mm.default`), found once and kept."""
 
-    __slots__ = ("_defaults", "allowed_on_host", "base", "by_element", "changes_size", "check", "crosses", "draws",
-                 "depends_on_strides", "draws_by_default", "func", "has_generator", "host_result",
-                 "is_collective", "is_composite", "is_index", "is_sum", "is_view", "kernel", "kernels", "keeps_answers",
-                 "name", "names", "needs_values", "positions", "recipe", "route", "takes_by_name",
-                 "takes_first", "tf32_setting", "with_generator", "written")  # fmt: skip
-
     def __init__(self, func: torch._ops.OpOverload | torch._ops.HigherOrderOperator):
         self.func = func  # kept, so that no other overload gets its id
         self.kernel = func  # what computes

@@ -38,8 +38,8 @@ _switch_sanitizer_off()  # before any module of this package makes a tensor
 def _setting(default: Any, text: str, option: str | None = None, **how: Any) -> Any:
     """A field of `Settings`.
 
-    text: for `help(virtual_gpus)`. option: its name on the command line, if it has one. how: further arguments of
-    argparse, with a "help" of its own if `text` is too long there.
+    text: for `help(virtual_gpus)` and the command line. option: its name there, if it has one. how: further arguments
+    of argparse.
     """
     return dataclasses.field(default=default, metadata={"text": text, "option": option, "how": how})
 
@@ -54,56 +54,35 @@ class Settings:
     count: int = _setting(1, "number of GPUs", "--gpus")
     _: dataclasses.KW_ONLY
     memory: int | str | None = _setting(
-        None,
-        'memory of each GPU, in bytes or as text ("16 GiB", "512 MiB"). None: the memory of the kind',
-        "--memory",
-        help="memory of each GPU, such as 16GiB (default: that of the kind)",
+        None, 'memory of each GPU, in bytes or as text ("16GiB", "512 MiB"). None: the memory of the kind', "--memory"
     )
-    kind: str = _setting(
-        "H200",
-        'a name in `virtual_gpus.gpus.kinds()`, such as "A100" or "H200"',
-        "--kind",
-        help=f"one of {', '.join(kinds())} (default: H200)",
-    )
+    kind: str = _setting("H200", f"kind of GPU: {', '.join(kinds())}", "--kind")
     shapes_only: bool = _setting(
-        False,
-        "keep sizes, but no values. Use it for jobs that are larger than this computer",
-        "--shapes-only",
-        action="store_true",
-        help="keep sizes, but no values",
+        False, "keep sizes, but no values. Use it for jobs that are larger than this computer", "--shapes-only"
     )
     honour_visible_devices: bool = _setting(
         True, "let CUDA_VISIBLE_DEVICES hide and reorder GPUs, as on a real machine"
     )
     torch_version: str | None = _setting(
         None,
-        "the PyTorch version whose memory rules apply, "
-        "as text from {}.{} to {}.{}, for example that of a cluster. None: the "
-        "installed version".format(*OLDEST, *NEWEST),
+        "the PyTorch version whose memory rules apply, as text from {}.{} to {}.{}, for example that of a cluster. "
+        "None: the installed version".format(*OLDEST, *NEWEST),
         "--torch",
-        help="PyTorch version whose memory rules apply (default: the installed one)",
     )
     links: str | Sequence[Sequence[str]] | None = _setting(
         None,
-        'the links between the GPUs, for the modelled clock. `help("virtual_gpus.clock.links.arrange")` explains them '
-        "and the next three. None: the links of the kind",
+        f"the links between the GPUs, for the modelled clock: {', '.join(ARRANGEMENTS)}, or a matrix. "
+        '`help("virtual_gpus.clock.links.arrange")` explains them and the next three. None: the links of the kind',
         "--links",
-        help=f"links between GPUs: {', '.join(ARRANGEMENTS)} (default: those of the kind)",
     )
     hosts: int = _setting(1, "number of machines over which the GPUs are spread", "--hosts", type=int)
-    network: str = _setting(
-        "Ethernet 100",
-        "the network between machines",
-        "--network",
-        help=f"network between machines: {', '.join(NETWORKS)}",
-    )
+    network: str = _setting("Ethernet 100", f"the network between machines: {', '.join(NETWORKS)}", "--network")
     adapters: int = _setting(1, "network adapters of each machine", "--adapters", type=int)
     measured: str | os.PathLike[str] | None = _setting(
         None,
         "a file, or a folder of files, with measured seconds of operators, which the modelled clock prefers to its "
         'formulas: `help("virtual_gpus.clock.measured")`',
         "--measured",
-        help="a file or folder with measured seconds of operators",
     )
     children: bool = _setting(
         False,
@@ -119,16 +98,12 @@ class Settings:
         "raise `virtual_gpus.RaceError` where two streams, or a stream and the host, use the same memory and nothing "
         'orders them. `help("virtual_gpus.features.races")` says how',
         "--check-races",
-        action="store_true",
-        help="raise an error where streams use memory without an order",
     )
     refuse_forks: bool = _setting(
         False,
         "raise CUDA's RuntimeError in a forked process whose parent has used a GPU. Without it, such a process "
         "inherits GPUs and tensors, which no real GPU allows",
         "--refuse-forks",
-        action="store_true",
-        help="raise CUDA's error in a forked process whose parent used a GPU",
     )
     compile: str = _setting(
         "eager",
@@ -136,7 +111,6 @@ class Settings:
         '"modelled": `help("virtual_gpus.features.compile.fusion")`',
         "--compile",
         choices=_COMPILE,
-        help="model the time of code that torch.compile was called on, with the operators fused",
     )
     rank: int | None = _setting(
         None,
@@ -144,11 +118,8 @@ class Settings:
         'job has `count` GPUs. `help("virtual_gpus.processes.one_rank")` says what the program sees',
         "--as-rank",
         type=int,
-        help="be this rank of a job whose other ranks do not exist",
     )
-    world_size: int | None = _setting(
-        None, "number of ranks of that job", "--of", help="number of ranks of that job, --gpus on each host"
-    )
+    world_size: int | None = _setting(None, "number of ranks of that job", "--of")
 
     def __post_init__(self) -> None:
         if self.measured is not None:
@@ -223,11 +194,14 @@ def add_options(parser: argparse.ArgumentParser, number: Callable[[str], object]
         option, how = field.metadata["option"], dict(field.metadata["how"])
         if option in ("--gpus", "--of"):
             how["type"] = number
-        if option is not None:
-            how.setdefault("help", f"{field.metadata['text']} (default: {field.default})")
-            if "action" not in how:
-                how["default"] = field.default
-            parser.add_argument(option, dest=field.name, **how)
+        if option is None:
+            continue
+        how.setdefault("help", f"{field.metadata['text']} (default: {field.default})")
+        if field.default is False:
+            how.setdefault("action", "store_true")
+        else:
+            how["default"] = field.default
+        parser.add_argument(option, dest=field.name, **how)
 
 
 def _integer(name: str, value: int | None) -> int:

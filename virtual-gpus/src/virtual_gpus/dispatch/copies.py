@@ -104,14 +104,16 @@ def _copy_of_wrapper(tensor, copy):
 
 
 def _copied(tensor, source, target: VirtualGPU | None, dtype: torch.dtype, memory_format) -> torch.Tensor:
-    machine = (target or source).machine if target or source else None
+    machine, device, allocation = (target or source).machine if target or source else None, None, None
     if machine is not None and machine.shapes_only:
-        return _copy_shape(tensor, target, dtype, memory_format)
-    allocation = None
+        if target is None:
+            return valueless.to_host(tensor, dtype)
+        device = torch.device("meta")
     if target is not None and tensor.layout == torch.strided:
         allocation = StorageAllocation(target, tensor.numel() * dtype.itemsize)  # first: what cannot fit fills nothing
     with torch._C._DisableTorchDispatch(), torch.no_grad():
-        made = torch.ops.aten._to_copy.default(tensor, dtype=dtype, memory_format=_format_for(tensor, memory_format))
+        layout = _format_for(tensor, memory_format)
+        made = torch.ops.aten._to_copy.default(tensor, dtype=dtype, device=device, memory_format=layout)
     if allocation is not None:
         put(made, allocation)
     elif target is not None:
@@ -121,11 +123,3 @@ def _copied(tensor, source, target: VirtualGPU | None, dtype: torch.dtype, memor
 
 def _format_for(tensor, memory_format):
     return memory_format if tensor.layout == torch.strided else None
-
-
-def _copy_shape(tensor, target: VirtualGPU | None, dtype: torch.dtype, memory_format) -> torch.Tensor:
-    if target is None:
-        return valueless.to_host(tensor, dtype)
-    with torch._C._DisableTorchDispatch(), torch.no_grad():
-        made = torch.empty_like(tensor, dtype=dtype, device="meta", memory_format=memory_format)
-    return place(made, target)

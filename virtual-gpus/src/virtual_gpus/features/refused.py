@@ -77,7 +77,7 @@ _ON_CPU_ONLY += [(torch.Tensor, f"__dlpack{end}__", "DLPack export of a GPU tens
 _ON_CPU_ONLY += [(torch.nested, name, f"torch.nested.{name} on a GPU") for name in _NESTED]
 
 
-def _on_cpu_only(what: str, original):
+def _on_cpu_only(error: Callable[[], Exception], original):
     """`original`, which refuses tensors and modules on a GPU, and a `device` that is one."""
 
     @functools.wraps(original)
@@ -87,7 +87,7 @@ def _on_cpu_only(what: str, original):
         tensors += [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
         on_gpu = any(isinstance(tensor, torch.Tensor) and tensor.is_cuda for tensor in tensors)
         if on_gpu or (device is not None and torch.device(device).type == "cuda"):
-            raise errors.not_modelled(what)
+            raise error()
         return original(*args, **kwargs)
 
     return call
@@ -107,8 +107,8 @@ def patches():
     # Making such a function compiles nothing yet, and programs do that when they are imported.
     jitted = errors.refusing("functions of torch.cuda.jiterator")
     rows.append((torch.cuda.jiterator._JittedFunction, "__call__", jitted))
-    return rows + [
-        (owner, name, _on_cpu_only(what, getattr(owner, name)))
-        for owner, name, what in _ON_CPU_ONLY
-        if hasattr(owner, name)
-    ]
+    only = [(owner, name, functools.partial(errors.not_modelled, what)) for owner, name, what in _ON_CPU_ONLY]
+    only += [(torch.Tensor, name, functools.partial(TypeError, f"{name} is only implemented on CPU tensors"))
+             for name in ("apply_", "map_")]  # a real GPU refuses them too  # fmt: skip
+    return rows + [(owner, name, _on_cpu_only(error, getattr(owner, name))) for owner, name, error in only
+                   if hasattr(owner, name)]  # fmt: skip

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 import torch
 from torch._subclasses.fake_tensor import FakeTensorConverter
 
@@ -14,17 +12,9 @@ from virtual_gpus.machine import active
 from virtual_gpus.placement.storages import device_of, gpu_of, storages
 from virtual_gpus.threads import below, this_thread
 
-_raw_is_cuda = torch._C.TensorBase.is_cuda.__get__
-_raw_is_cpu = torch._C.TensorBase.is_cpu.__get__
-_raw_is_meta = torch._C.TensorBase.is_meta.__get__
-_raw_get_device = torch._C.TensorBase.get_device
-_raw_numpy = torch._C.TensorBase.numpy
-_raw_type = torch._C.TensorBase.type
-_raw_record_stream = torch._C.TensorBase.record_stream
-_raw_set = torch._C.TensorBase.set_
-_raw_item = torch._C.TensorBase.item
+_raw = torch._C.TensorBase
+_raw_is_meta = _raw.is_meta.__get__
 _raw_str = torch._tensor_str._str
-_raw_tolist = torch._C.TensorBase.tolist
 
 
 def _gpu(tensor: torch.Tensor):
@@ -33,12 +23,12 @@ def _gpu(tensor: torch.Tensor):
 
 def is_cuda(self) -> bool:
     """True for a tensor on a virtual GPU."""
-    return _gpu(self) is not None or _raw_is_cuda(self)
+    return _gpu(self) is not None or _raw.is_cuda.__get__(self)
 
 
 def is_cpu(self) -> bool:
     """False for a tensor on a virtual GPU."""
-    return _gpu(self) is None and _raw_is_cpu(self)
+    return _gpu(self) is None and _raw.is_cpu.__get__(self)
 
 
 def is_meta(self) -> bool:
@@ -55,14 +45,14 @@ def get_device(self) -> int:
     if gpu is not None and gpu.machine.on and not this_thread.inside:
         return gpu.index
     gpu = _gpu(self)
-    return _raw_get_device(self) if gpu is None else gpu.index
+    return _raw.get_device(self) if gpu is None else gpu.index
 
 
 def numpy(self, *, force: bool = False):
     """As PyTorch: a GPU tensor refuses, unless `force=True` copies it first."""
     if _gpu(self) is None:
         _host_reads(self, "numpy")
-        return _raw_numpy(self, force=force)
+        return _raw.numpy(self, force=force)
     if not force:
         device, self = device_of(self), None  # a kept traceback must not keep the tensor
         raise errors.numpy_of_gpu_tensor(device)
@@ -76,7 +66,7 @@ def tolist(self):
         raise errors.needs_values("tolist()")
     if gpu is None:
         _host_reads(self, "tolist")
-    return _raw_tolist(self)
+    return _raw.tolist(self)
 
 
 def _host_reads(tensor: torch.Tensor, name: str) -> None:
@@ -89,7 +79,7 @@ def _host_reads(tensor: torch.Tensor, name: str) -> None:
 def item(self):
     """The number; with shapes_only, nan that says so where it is printed."""
     gpu = _gpu(self)
-    number = _raw_item(self)
+    number = _raw.item(self)
     return number if gpu is None or not gpu.machine.shapes_only or number == number else NotKept()
 
 
@@ -104,15 +94,15 @@ def _str(tensor, *, tensor_contents=None):
 def type_(self, dtype=None, non_blocking: bool = False, **kwargs):
     """`x.type()` names the GPU's class; `x.type(dtype)` converts, as PyTorch does."""
     if _gpu(self) is None and not is_cuda_type(dtype):
-        return _raw_type(self) if dtype is None else _raw_type(self, dtype, non_blocking=non_blocking, **kwargs)
+        return _raw.type(self) if dtype is None else _raw.type(self, dtype, non_blocking=non_blocking, **kwargs)
     if dtype is None:
-        name = _raw_type(self)  # under a function mode, such as a default device, PyTorch asks this function again
+        name = _raw.type(self)  # under a function mode, such as a default device, PyTorch asks this function again
         return name if name.startswith("torch.cuda.") else name.replace("torch.", "torch.cuda.", 1)
     if not isinstance(dtype, torch.dtype):
         dtype, on_gpu = parse_type(dtype)
         device = "cpu" if not on_gpu else "cuda" if _gpu(self) is None else self.device
         return self.to(device, dtype, non_blocking=non_blocking)
-    return _raw_type(self, dtype, non_blocking=non_blocking, **kwargs)
+    return _raw.type(self, dtype, non_blocking=non_blocking, **kwargs)
 
 
 type_.__name__ = "type"  # as a name of this module it would hide Python's
@@ -121,7 +111,7 @@ type_.__name__ = "type"  # as a name of this module it would hide Python's
 def record_stream(self, stream) -> None:
     """Tell the allocator of a second stream: once freed, the block waits until that stream has come so far."""
     if _gpu(self) is None:
-        _raw_record_stream(self, stream)
+        _raw.record_stream(self, stream)
         return
     other = active().gpus[stream.device_index].slot, stream.stream_id
     for storage in storages(self):
@@ -133,12 +123,12 @@ def record_stream(self, stream) -> None:
 def set_(self, source=None, *args, **kwargs):
     """Take over the storage of `source`, a tensor or a storage. As PyTorch: only one on the tensor's own device."""
     if source is None:
-        return _raw_set(self, *args, **kwargs)
+        return _raw.set_(self, *args, **kwargs)
     if not this_thread.inside and active() is not None:
         device = getattr(source, "_untyped_storage", source).device  # a TypedStorage warns when it is asked
         if device != self.device:
             raise errors.storage_elsewhere(self.device, device)
-    return _raw_set(self, source, *args, **kwargs)
+    return _raw.set_(self, source, *args, **kwargs)
 
 
 _raw_make_wrapper = torch.Tensor._make_wrapper_subclass
@@ -159,19 +149,6 @@ def from_real_tensor(self, fake_mode, t, *args, **kwargs):
     """A fake tensor of the form of `t`. It is on the CPU: C++ would ask the driver for the GPU of a fake tensor."""
     with below():
         return _raw_from_real(self, fake_mode, t, *args, **kwargs)
-
-
-def _on_cpu_only(name: str):
-    """`apply_` or `map_`, which call a Python function for every number: as PyTorch, only for CPU tensors."""
-    original = getattr(torch._C.TensorBase, name)
-
-    @functools.wraps(original)
-    def method(self, *args):
-        if any(isinstance(tensor, torch.Tensor) and _gpu(tensor) is not None for tensor in (self, *args)):
-            raise TypeError(f"{name} is only implemented on CPU tensors")
-        return original(self, *args)
-
-    return method
 
 
 def _cuda_array_interface(self):
@@ -215,7 +192,6 @@ def patches():
     """See `features`."""
     tensor = torch.Tensor
     rows = [(tensor, f.__name__, f) for f in (get_device, numpy, tolist, record_stream, set_, item)]
-    rows += [(tensor, name, _on_cpu_only(name)) for name in ("apply_", "map_")]
     rows += [(torch._tensor_str, "_str", _str)]
     rows += [(tensor, f.__name__, property(f)) for f in (is_cuda, is_cpu, is_meta)]
     rows += [(tensor, "device", property(device_of)), (tensor, "type", type_)]

@@ -9,7 +9,6 @@ import torch
 from torch.overrides import handle_torch_function, has_torch_function
 from torch.utils._device import _device_constructors
 
-from virtual_gpus import errors
 from virtual_gpus.dispatch.copies import move
 from virtual_gpus.dispatch.mode import enter_thread
 from virtual_gpus.entrance import entrance
@@ -76,14 +75,12 @@ def new(self, *args, device=None, **kwargs):
     """`x.new(2, 3)`, `x.new([1, 2])`, `x.new(tensor)`, `x.new()`: of x's dtype, on x's GPU unless another is named.
 
     The rules of torch/csrc/utils/tensor_new.cpp: integers and a torch.Size are sizes, a tensor or a storage is shared,
-    other sequences are data. Raises RuntimeError for a device that is no GPU, TypeError for a tensor of another type.
+    other sequences are data. Raises TypeError for a tensor of another type.
     """
     machine = active()
     if machine is None or gpu_of(self) is None:
         return _raw_new(self, *args, **kwargs) if device is None else _raw_new(self, *args, device=device, **kwargs)
     device = self.device if device is None else as_device(device)
-    if device.type != "cuda":
-        raise errors.legacy_constructor(device)
     first = args[0] if len(args) == 1 else None
     if isinstance(first, torch.Tensor) and first.type() != self.type():
         raise TypeError(f"expected a tensor of type {self.type()} (got {first.type()})")
