@@ -35,7 +35,7 @@ Time:
 - The clock counts only the work that PyTorch is asked to do on GPUs. It does not count work on CPU tensors, nor the
   program's own time, for example for loading data, for Python code without tensors, or for `time.sleep`.
 - Where the host is the bottleneck, the modelled wall time is that of one particular machine. Its constants are in
-  `virtual_gpus.clock.host.HOST`. On that machine, the wall time with a real H200 differed by a factor of up to
+  `virtual_gpus.clock.clock.HOST`. On that machine, the wall time with a real H200 differed by a factor of up to
   1.6 between two runs on the same day.
 - Kernels on different streams of one GPU run one after the other, even if small kernels would overlap on a real GPU.
   CUDA's launch queue has no limit. Copies that use the same link share its bandwidth per GPU, not per switch. Of NCCL's

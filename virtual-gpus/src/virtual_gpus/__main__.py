@@ -112,9 +112,8 @@ def _stay_on_this_machine() -> None:
 @contextlib.contextmanager
 def _reporting(options: argparse.Namespace) -> Iterator[None]:
     """Print what the job needs after the block."""
-    recorded = record_training()
     try:
-        with recorded:
+        with record_training() as recorded:
             yield
     finally:
         print(recorded.report(tokens=options.tokens, samples=options.samples), flush=True)

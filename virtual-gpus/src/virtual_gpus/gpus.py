@@ -173,20 +173,16 @@ def spec(kind: str) -> GPUSpec:
 @functools.cache
 def _read(kind: str) -> GPUSpec:
     data = figures.read(f"kinds/{kind}.toml")
-    sheet, peak = data["sheet"], data["peak"]
+    peak = data["peak"]
     return GPUSpec(
         kind=kind,
         name=data["name"],
-        memory=sheet["memory"],
         capability=tuple(data["capability"]),
-        multi_processor_count=sheet["multiprocessors"],
-        l2_bytes=sheet["l2"],
-        bandwidth=sheet["bandwidth"],
         flops=Flops(**dict.fromkeys(Flops._fields, peak["fp32"]) | peak),
-        context=sheet["context"],
         link=LINKS[data["link"]],
         host_link=LINKS[data["host_link"]],
         reached=Reached(**data["reached"]),
+        **data["sheet"],
     )
 
 

@@ -240,6 +240,15 @@ def active() -> VirtualMachine | None:
     return _stack[-1] if _stack else None
 
 
+def recordable() -> VirtualMachine:
+    """The active machine, for a recorder. Raises RuntimeError if no virtual GPUs are on."""
+    if not _stack:
+        raise RuntimeError(
+            "No virtual GPUs are on. Switch them on first with virtual_gpus(...). For real GPUs, use torch.profiler."
+        )
+    return _stack[-1]
+
+
 def find_gpu(machine: VirtualMachine, device: torch.device, initialize: bool = True) -> VirtualGPU:
     """The GPU that a cuda device names; no index means this thread's current one. Raises as CUDA does.
 

@@ -172,10 +172,9 @@ def _without(arguments: list[str], name: str) -> list[str]:
 
 def run(program: Callable[[], None], options: argparse.Namespace) -> None:
     """Run the program, print its report and the verdict, and exit with its code."""
-    recorded = record_training()
     error: BaseException | None = None
     try:
-        with recorded:
+        with record_training() as recorded:
             program()
     except SystemExit as left:
         error = None if left.code in (None, 0) else left

@@ -114,9 +114,7 @@ def start_inherited(settings: dict[str, Any]) -> None:
     inherited.look_again()  # the program may set CUDA_VISIBLE_DEVICES in its first lines
 
 
-def active_machine() -> VirtualMachine | None:
-    """The machine of the virtual GPUs that are on, or None. Tools that draw or explain it use this."""
-    return active()
+active_machine = active  # for tools that draw or explain it
 
 
 def renew_inherited() -> None:

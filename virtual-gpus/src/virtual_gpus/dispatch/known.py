@@ -74,8 +74,9 @@ def _answer(asks, args: tuple, kwargs: dict, run: Callable[[], Any], by_element:
     if found is not _MISSING:
         return args[0] if found is _FIRST else _made(found)
     result = run()
+    given = {tensor.untyped_storage()._cdata for tensor in tensors_in(args)}
     try:
-        found = _FIRST if in_place and result is args[0] else _form(result, set(map(_memory_of, tensors_in(args))))
+        found = _FIRST if in_place and result is args[0] else _form(result, given)
     except _Unusual:
         return result
     if len(_known) >= _MOST:
@@ -100,10 +101,6 @@ def _part(value: Any, by_element: bool) -> Any:
     if isinstance(value, torch._C.Generator):
         return torch._C.Generator  # no shape is drawn
     raise _Unusual
-
-
-def _memory_of(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata
 
 
 def _made(form):

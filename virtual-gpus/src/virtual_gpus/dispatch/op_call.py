@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
@@ -150,10 +151,8 @@ def _draw(call: OpCall) -> Any:
     elif op.with_generator is not None:
         generator = default_generator(call.gpu)
         kernel, kwargs = op.with_generator, {**kwargs, "generator": generator}
-    if call.gpu.machine.shapes_only:
-        result = known.ask(op, call.args, call.kwargs, lambda: _run(call, kernel, args, kwargs))
-    else:
-        result = _run(call, kernel, args, kwargs)
+    run = partial(_run, call, kernel, args, kwargs)
+    result = known.ask(op, call.args, call.kwargs, run) if call.gpu.machine.shapes_only else run()
     if generator is not None:
         elements = result.numel() if isinstance(result, torch.Tensor) else 1
         count_draws(generator, elements, call.gpu.spec.multi_processor_count)

@@ -25,15 +25,12 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.utils.hooks import RemovableHandle
 
 from virtual_gpus.clock.clock import Span
 from virtual_gpus.files import write_whole
-from virtual_gpus.machine import VirtualGPU, VirtualMachine, active
+from virtual_gpus.machine import VirtualGPU, VirtualMachine, active, recordable
 from virtual_gpus.threads import this_thread
-from virtual_gpus.timeline.communication import Communication, communication
-from virtual_gpus.timeline.plot import draw
-from virtual_gpus.timeline.spans import busy_seconds, lane_name, rows_of
+from virtual_gpus.timeline.spans import COLOURS, Communication, busy_seconds, communication, lane_name, merged, rows_of
 
 if TYPE_CHECKING:  # matplotlib is an extra
     from matplotlib.axes import Axes
@@ -51,33 +48,26 @@ class Timeline:
 
     def __init__(self, machine: VirtualMachine, memory: bool = False) -> None:
         self._machine = machine
-        self._keep_memory = memory
         self.memory: dict[int, list[tuple[float, int]]] = {}
         self._observers: list[tuple[VirtualGPU, Callable[[str, int, int], None]]] = []
         self.work_name: str | None = None  # of what is issued from now on, see `name_work`
-        self._began: float | None = None
-        self._ended: float | None = None
-        self._hooks: list[RemovableHandle] = []
         self._in_step = False
         self._raw: list[Span] = []
-
-    # ---- recording ----
-
-    def __enter__(self) -> Timeline:
-        if self._began is not None:
-            raise RuntimeError("This timeline has already been recorded. Make a new one with record_timeline().")
         self._began = self._wait_for_all()
+        self._ended: float | None = None
         self._hooks = [register_optimizer_step_pre_hook(self._step_begins),
                        register_optimizer_step_post_hook(self._step_ends)]  # fmt: skip
-        self._machine.clock.timelines.append(self)
-        for gpu in self._machine.gpus if self._keep_memory else ():
+        machine.clock.timelines.append(self)
+        for gpu in machine.gpus if memory else ():
             self.memory[gpu.index] = [(0.0, gpu.allocator.allocated)]
             with gpu.allocator.exclusive():
                 self._observers.append((gpu, functools.partial(self._hear, gpu)))
                 gpu.allocator.observers.append(self._observers[-1][1])
-        return self
 
-    def __exit__(self, *error: object) -> None:
+    # ---- recording ----
+
+    def stop(self) -> None:
+        """Stop listening, and wait for all GPUs."""
         for gpu, observer in self._observers:
             with gpu.allocator.exclusive():
                 gpu.allocator.observers.remove(observer)
@@ -102,7 +92,7 @@ class Timeline:
             return
         curve = self.memory[gpu.index]
         before, used = curve[-1]
-        moment = max(before, self._machine.clock.mark(gpu.slot, 0) - (self._began or 0.0))
+        moment = max(before, self._machine.clock.mark(gpu.slot, 0) - self._began)
         curve.append((moment, used + size if event == "alloc" else used - size))
 
     def add(self, span: Span) -> None:
@@ -118,22 +108,17 @@ class Timeline:
 
     # ---- results ----
 
-    def _limits(self) -> tuple[float, float]:
-        """When the block began and ended. Raises RuntimeError before its end."""
-        if self._began is None or self._ended is None:
-            raise RuntimeError("The timeline is still recording. Read it after the `with` block.")
-        return self._began, self._ended
-
     @property
     def seconds(self) -> float:
-        """Modelled wall time of the block in seconds, until all of its work is done."""
-        began, ended = self._limits()
-        return ended - began
+        """Modelled wall time of the block in seconds, until all of its work is done. Raises RuntimeError before."""
+        if self._ended is None:
+            raise RuntimeError("The timeline is still recording. Read it after the `with` block.")
+        return self._ended - self._began
 
     @property
     def spans(self) -> list[Span]:
         """All work in the order of issue: GPU (its index, or None for the host), lane, start, end, kind, name."""
-        began, _ = self._limits()
+        _, began = self.seconds, self._began  # the first raises before the end
         index = {gpu.slot: gpu.index for gpu in self._machine.gpus}
         return [
             s._replace(gpu=None if s.gpu is None else index[s.gpu], start=s.start - began, end=s.end - began)
@@ -160,15 +145,41 @@ class Timeline:
         return busy / self.seconds if self.seconds else 0.0
 
     def communication(self, gpu: int = 0) -> dict[str, Communication]:
-        """What collectives cost on a GPU, by kind and group, and for "all" of them: see `timeline.communication`."""
+        """What collectives cost on a GPU, by kind and group, and for "all" of them: see `timeline.spans`."""
         return communication(self.spans, self._index(gpu))
 
     def plot(self, axes: Axes | None = None) -> Figure | SubFigure:
         """Draw one row per stream over modelled milliseconds, and return the matplotlib figure.
 
+        Colours separate forward, backward, step, copies and collectives.
         axes: where to draw; None makes a new figure. Raises ImportError if matplotlib is not installed.
         """
-        return draw(self.spans, self.seconds, axes)
+        try:
+            import matplotlib.pyplot as plt
+        except ImportError:
+            raise ImportError("Drawing a timeline needs matplotlib: pip install 'virtual-gpus[plot]'.") from None
+
+        spans = self.spans
+        rows = rows_of(spans)
+        if axes is None:
+            _, axes = plt.subplots(figsize=(10, 0.8 + 0.4 * max(1, len(rows))), layout="constrained")
+        used = [kind for kind in COLOURS if any(s.kind == kind for s in spans)]
+        labelled: set[str] = set()
+        for place, row in enumerate(rows):
+            for kind in used:
+                pieces = merged([(s.start, s.end) for s in spans if (s.gpu, s.lane) == row and s.kind == kind])
+                bars = [(1e3 * start, 1e3 * (end - start)) for start, end in pieces]
+                label = kind if bars and kind not in labelled else None  # once, for the legend
+                labelled.update([kind] if bars else [])
+                axes.broken_barh(bars, (place - 0.4, 0.8), color=COLOURS[kind], linewidth=0, label=label)
+        titles = [f"{'host' if gpu is None else f'cuda:{gpu}'}, {lane_name(lane)}" for gpu, lane in rows]
+        axes.set_yticks(range(len(rows)), titles)
+        axes.invert_yaxis()
+        axes.set_xlabel("modelled time in ms")
+        axes.set_xlim(0, 1e3 * self.seconds or 1)
+        if used:
+            axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1), frameon=False)
+        return axes.figure
 
     def save(self, path: str | Path) -> None:
         """Write the timeline as JSON in Chrome's trace format, with times in microseconds. Perfetto opens it."""
@@ -202,14 +213,14 @@ def name_work(name: str) -> Iterator[None]:
             timeline.work_name = None
 
 
-def record_timeline(memory: bool = False) -> Timeline:
+@contextmanager
+def record_timeline(memory: bool = False) -> Iterator[Timeline]:
     """Record what the modelled host and GPUs do: `with record_timeline() as t:`. memory: also what each GPU holds.
 
     Raises RuntimeError if no virtual GPUs are on. For real GPUs, use torch.profiler.
     """
-    machine = active()
-    if machine is None:
-        raise RuntimeError(
-            "No virtual GPUs are on. Switch them on first with virtual_gpus(...). For real GPUs, use torch.profiler."
-        )
-    return Timeline(machine, memory)
+    timeline = Timeline(recordable(), memory)
+    try:
+        yield timeline
+    finally:
+        timeline.stop()

@@ -15,18 +15,18 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.utils.hooks import RemovableHandle
 
 from virtual_gpus.clock.clock import Span
 from virtual_gpus.gpus import format_bytes
-from virtual_gpus.machine import VirtualGPU, VirtualMachine, active
-from virtual_gpus.timeline.communication import ALL, communication
+from virtual_gpus.machine import VirtualGPU, VirtualMachine, recordable
 from virtual_gpus.timeline.peak import AllocatorLog
+from virtual_gpus.timeline.spans import ALL, communication
 
 
 @dataclass(frozen=True, repr=False)
@@ -106,8 +106,6 @@ class TrainingRecorder:
 
     def __init__(self, machine: VirtualMachine, gpu: VirtualGPU):
         self._machine, self._gpu = machine, gpu
-        self._memory: AllocatorLog | None = None
-        self._hooks: list[RemovableHandle] = []
         self._spans: list[Span] = []  # of the step that runs
         self._last: list[Span] = []  # of the last step that ended
         self._ends: tuple[float, ...] = ()  # of the last two steps
@@ -115,21 +113,16 @@ class TrainingRecorder:
         self._parameters = 0
         self._reserved = 0
         self._place = machine.settings.rank or 0, machine.settings.world_size or 1
-
-    def __enter__(self) -> TrainingRecorder:
-        if self._memory is not None:
-            raise RuntimeError("This recorder has already been used. Make a new one with record_training().")
-        self._memory = AllocatorLog(self._gpu)
-        self._machine.clock.timelines.append(self)
+        self._memory = AllocatorLog(gpu)
+        machine.clock.timelines.append(self)
         self._hooks = [register_optimizer_step_pre_hook(self._before_step),
                        register_optimizer_step_post_hook(self._after_step)]  # fmt: skip
-        return self
 
-    def __exit__(self, *error: object) -> None:
+    def stop(self) -> None:
+        """Stop listening."""
         self._machine.clock.timelines.remove(self)
         for hook in self._hooks:
             hook.remove()
-        assert self._memory is not None
         self._memory.stop()
         self._reserved = self._gpu.allocator.peak_reserved
         if torch.distributed.is_available() and torch.distributed.is_initialized():
@@ -142,7 +135,6 @@ class TrainingRecorder:
 
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        assert self._memory is not None
         self._memory.mark_owned([optimizer])
         if self._optimizer is None:
             self._optimizer = weakref.ref(optimizer)
@@ -150,7 +142,6 @@ class TrainingRecorder:
             self._parameters = sum(p.numel() for p in parameters)
 
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
-        assert self._memory is not None
         self._memory.mark_owned([optimizer])
         if self._optimizer is None or self._optimizer() is not optimizer:
             return
@@ -171,7 +162,7 @@ class TrainingRecorder:
 
         Raises RuntimeError while it still records, and ValueError if both tokens and samples are given.
         """
-        if self._memory is None or self in self._machine.clock.timelines:
+        if self in self._machine.clock.timelines:
             raise RuntimeError("The recorder is still recording. Ask for the report after the `with` block.")
         if tokens is not None and samples is not None:
             raise ValueError("Give the number of tokens or of samples in a step, not both.")
@@ -201,15 +192,18 @@ def transformer_flops(parameters: int, layers: int, width: int, length: int) -> 
     return 6 * parameters + 12 * layers * width * length
 
 
-def record_training() -> TrainingRecorder:
+@contextmanager
+def record_training() -> Iterator[TrainingRecorder]:
     """Record a training job: `with record_training() as recorded:`, then `recorded.report()`.
 
     As one rank of many, the GPU is that of the rank; else the current one. Raises RuntimeError if no virtual GPUs are
     on.
     """
-    machine = active()
-    if machine is None:
-        raise RuntimeError("No virtual GPUs are on. Switch them on first with virtual_gpus(...).")
-    if machine.settings.rank is not None:
-        return TrainingRecorder(machine, machine.slots[machine.settings.place_of(machine.settings.rank)[1]])
-    return TrainingRecorder(machine, machine.gpus[machine.current])
+    machine = recordable()
+    rank = machine.settings.rank
+    gpu = machine.gpus[machine.current] if rank is None else machine.slots[machine.settings.place_of(rank)[1]]
+    recorder = TrainingRecorder(machine, gpu)
+    try:
+        yield recorder
+    finally:
+        recorder.stop()

@@ -69,15 +69,10 @@ def cuda(self, device=None, non_blocking: bool = False, memory_format=torch.pres
         return _raw["cuda"](self, device, non_blocking, memory_format)
     if has_torch_function_unary(self):
         return handle_torch_function(cuda, (self,), self, device, non_blocking, memory_format)
-    enter_thread()
-    device = as_device(device)
-    if device is None:
-        device = torch.device("cuda", machine.current)
+    device = as_device(device) or torch.device("cuda", machine.current)
     if device.type != "cuda":
         raise RuntimeError(f"Invalid device, must be cuda device (got {device})")
-    if is_fake(type(self)):
-        return self.to(device, non_blocking=non_blocking, memory_format=memory_format)
-    return move(self, find_gpu(machine, device), None, memory_format, False, not non_blocking)
+    return to(self, device, non_blocking=non_blocking, memory_format=memory_format)
 
 
 def cpu(self, memory_format=torch.preserve_format):
