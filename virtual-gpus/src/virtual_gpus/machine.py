@@ -26,22 +26,6 @@ from virtual_gpus.processes.shared_memory import SharedMemoryRegistry
 from virtual_gpus.settings import Settings
 
 
-class _StreamTimes:
-    """What an allocator asks about streams (`stream_waits.NoClock`), answered by the machine's clock."""
-
-    def __init__(self, machine: VirtualMachine):
-        self._machine = machine
-
-    def mark(self, stream: tuple[int, int]) -> float:
-        return self._machine.clock.mark(*stream)
-
-    def has_passed(self, mark: float) -> bool:
-        return mark <= self._machine.clock.now
-
-    def wait_for(self, mark: float) -> None:
-        self._machine.clock.wait(mark)
-
-
 class _Current(threading.local):
     """The index of each thread's current GPU."""
 
@@ -59,7 +43,7 @@ class VirtualGPU:
         self.machine = machine
         # GPUs do not share addresses: a snapshot of four GPUs must not show one block four times.
         self.allocator = CachingAllocator(self.memory, first_address=FIRST_ADDRESS + (slot << 44))
-        self.allocator.clock = _StreamTimes(machine)
+        self.allocator.clock = machine
         self.generator = None  # made on first use, with torch (see random_numbers)
         self.blas = None  # likewise (see `features.blas.products`)
         self.cudnn: dict[tuple, int] = {}  # bytes of the workspaces so far (see `features.conv.convolutions`)
@@ -168,6 +152,20 @@ class VirtualMachine:
     def current(self, index: int) -> None:
         self._local.index = index
 
+    # What allocators ask about streams, see `stream_waits.NoClock`. Later clocks take the place of this one.
+
+    def mark(self, stream: tuple[int, int]) -> float:
+        """The moment at which a stream, (GPU, stream), has done what was issued to it so far."""
+        return self.clock.mark(*stream)
+
+    def has_passed(self, mark: float) -> bool:
+        """True if the host is past a moment."""
+        return mark <= self.clock.now
+
+    def wait_for(self, mark: float) -> None:
+        """Let the host wait for a moment."""
+        self.clock.wait(mark)
+
     @contextmanager
     def without_time(self):
         """Use a separate clock in this block. The caller adds the work to the real clock in a different form."""
@@ -188,11 +186,6 @@ class VirtualMachine:
         elif time.monotonic() > since + 1:
             return 0.0
         return self.clock.tracks[gpu.slot].load(self.clock.now)
-
-    @property
-    def is_inherited(self) -> bool:
-        """True in a forked process whose parent switched the machine on."""
-        return self.registry is not None and self.registry.made_by != os.getpid()
 
     def facts(self) -> dict[str, Any]:
         """What a child needs to know to have the same GPUs, as JSON can say it."""

@@ -17,7 +17,7 @@ from __future__ import annotations
 from math import prod
 from typing import NamedTuple
 
-from virtual_gpus.clock.cost_matmul import in_tiles, peak, tensor_cores
+from virtual_gpus.clock.cost_matmul import in_tiles, tensor_cores
 from virtual_gpus.clock.work import Cost, Operand, Work
 
 
@@ -88,7 +88,7 @@ def _conv(work: Work, conv: _Conv, images: Operand, filters: Operand, result: Op
         flops = _in_tiles(images, filters, result, conv is _BACKWARD, gradients)
     if len(result.shape) > 1 and result.shape[1] != filters.shape[0]:  # transposed: filters are (in, out, ...)
         flops, groups = 2 * prod(images.shape) * prod(filters.shape[1:]) * gradients, 1
-    speed = peak(work.spec, work.precision) * (reached.tensor_conv if cores else reached.conv) * conv.share
+    speed = getattr(work.spec.flops, work.precision) * (reached.tensor_conv if cores else reached.conv) * conv.share
     half = gradients / 2 if conv is _BACKWARD else 1
     floor = work.kernel * (conv.floor + conv.window * window) * half
     if groups > 1 and filters.shape[1] == 1 and images.itemsize == 4:

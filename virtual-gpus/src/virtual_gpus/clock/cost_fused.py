@@ -5,7 +5,7 @@ from __future__ import annotations
 from math import ceil
 from typing import NamedTuple
 
-from virtual_gpus.clock.cost_matmul import peak, product, tensor_cores
+from virtual_gpus.clock.cost_matmul import product, tensor_cores
 from virtual_gpus.clock.work import Cost
 from virtual_gpus.gpus import GPUSpec
 
@@ -46,7 +46,7 @@ def attention(call: Attention, spec: GPUSpec, precision: str, backward: bool) ->
         share = _SHARE_OF_PRODUCTS * reached.tensor
     share /= _DROPOUT if call.dropout else 1
     read = call.heads * (2 * call.rows + 2 * call.columns) * call.width * call.itemsize
-    seconds = max(flops / (peak(spec, precision) * share), read / (spec.bandwidth * reached.memory))
+    seconds = max(flops / (getattr(spec.flops, precision) * share), read / (spec.bandwidth * reached.memory))
     if not backward:
         return Cost(seconds + _START * reached.kernel, 1, "product")
     seconds += 2 * read / (spec.bandwidth * reached.memory)
@@ -67,7 +67,7 @@ def recurrent(net, spec: GPUSpec, backward: bool) -> Cost:
     rows, width = net.gates * net.hidden, net.output
     flops = 2 * net.batch * rows * width * (2 if backward else 1)
     chain = (_STEP_BACKWARD if backward else _STEP) * reached.kernel
-    step = chain + flops / (peak(spec, precision) * _STEP_SHARE)
+    step = chain + flops / (getattr(spec.flops, precision) * _STEP_SHARE)
     inputs = 0.0
     for layer in range(net.layers):
         size = net.input if layer == 0 else net.output * net.directions

@@ -33,11 +33,6 @@ def tensor_cores(spec: GPUSpec, precision: str) -> bool:
     return least is not None and spec.capability >= least
 
 
-def peak(spec: GPUSpec, precision: str) -> float:
-    """Operations per second on the data sheet."""
-    return getattr(spec.flops, precision)
-
-
 @lru_cache(maxsize=8192)
 def product(
     spec: GPUSpec, m: int, n: int, k: int, batch: int, precision: str, with_bias: bool = False, aligned: bool = True
@@ -58,7 +53,7 @@ def product(
 def in_tiles(spec: GPUSpec, m: int, n: int, k: int, batch: int, precision: str, with_bias: bool = False, tiles=()):
     """(seconds, kernels) of the arithmetic alone. tiles: others than those of cuBLAS on tensor cores."""
     reached, cores = spec.reached, tensor_cores(spec, precision)
-    rate = peak(spec, precision) * (reached.tensor if cores else reached.simt) / spec.multi_processor_count
+    rate = getattr(spec.flops, precision) * (reached.tensor if cores else reached.simt) / spec.multi_processor_count
     start = reached.kernel * (_TENSOR_START if cores else _START)
     best = None
     for rows, columns, share in tiles or (_TENSOR_TILES if cores else _SIMT_TILES):

@@ -32,11 +32,12 @@ def _get_grad(self):
             return gradient
     except (NotImplementedError, RuntimeError):
         pass
-    return gradient if this_thread.inside else _beside(gradient, self)
+    return gradient if this_thread.inside else beside(gradient, self)
 
 
 @entrance
-def _beside(gradient, tensor):
+def beside(gradient, tensor):
+    """A gradient or another result that C++ may have made without asking for a GPU, on that of `tensor`."""
     if isinstance(tensor, torch.Tensor) and was_made_in_cpp(gradient):
         target = gpu_of(tensor)
         if target is not None:
@@ -104,7 +105,7 @@ def _make_oldest() -> None:
 
 
 def _beside_input(gradient, tensor):
-    return gradient if gradient is None else _beside(gradient, tensor)
+    return gradient if gradient is None else beside(gradient, tensor)
 
 
 def _checked(number: int, output, gradient):

@@ -12,11 +12,11 @@ from torch.utils._device import _device_constructors
 from virtual_gpus.dispatch.copies import move
 from virtual_gpus.dispatch.mode import enter_thread
 from virtual_gpus.entrance import entrance
+from virtual_gpus.features.tensors.autograd import beside
 from virtual_gpus.features.tensors.numbers import named
 from virtual_gpus.features.tensors.transfers import as_device
 from virtual_gpus.machine import active, find_gpu
-from virtual_gpus.placement.creation_sites import was_made_in_cpp
-from virtual_gpus.placement.storages import gpu_of, pin, place
+from virtual_gpus.placement.storages import gpu_of, pin
 from virtual_gpus.threads import this_thread
 
 # The functions that parse their data in C++, and the name of that argument.
@@ -47,7 +47,7 @@ def _maker(name: str):
             target = find_gpu(machine, device) if device.type == "cuda" else None
         return _make_on(make, name, target, *args, **kwargs)
 
-    return _Maker(make, on_device)
+    return _Factory(make, on_device)
 
 
 def _make_on(make, name: str, target, data, *args, **kwargs):
@@ -100,14 +100,11 @@ def _beside_input(function):
     """Such a function, whose results belong on the GPU of its first input."""
 
     @functools.wraps(function)
-    @entrance
     def made_beside(*args, **kwargs):
         results = function(*args, **kwargs)
         first = next(iter((*args, *kwargs.values())))
-        gpu = None if active() is None else gpu_of(first)
         for result in results if isinstance(results, (list, tuple)) else [results]:
-            if gpu is not None and was_made_in_cpp(result):
-                place(result, gpu)
+            beside(result, first)
         return results
 
     return made_beside
@@ -154,6 +151,7 @@ class _Factory:
         functools.update_wrapper(self, make)
         self._make, self._factory, self._is_like = make, factory, make.__name__.endswith("_like")
 
+    @entrance
     def __call__(self, *args, **kwargs):
         asked = (args[:1] or (kwargs.get("input"),)) if self._is_like else ()
         if torch._C._is_torch_function_mode_enabled() or (asked and has_torch_function(asked)):
@@ -171,9 +169,3 @@ class _Factory:
 
     def __reduce__(self):
         return self.__name__  # as a name in torch
-
-
-class _Maker(_Factory):
-    """What stands for `torch.tensor` and its kin, whose errors are raised in this package."""
-
-    __call__ = entrance(_Factory.__call__)
