@@ -121,8 +121,18 @@ class VirtualMachine:
         return found
 
     def _visible(self) -> list[VirtualGPU]:
-        visible = visible_slots(len(self.slots)) if self.settings.honour_visible_devices else None
-        return self.slots if visible is None else [self.slots[i] for i in visible]
+        """The GPUs in CUDA_VISIBLE_DEVICES up to the first invalid entry, as CUDA reads it; all if it is not set."""
+        text = os.environ.get("CUDA_VISIBLE_DEVICES")
+        if text is None or not self.settings.honour_visible_devices:
+            return self.slots
+        found: list[VirtualGPU] = []
+        for entry in map(str.strip, text.split(",")):
+            if not entry.isdigit() or int(entry) >= len(self.slots):
+                break
+            if self.slots[int(entry)] in found:  # CUDA shows no GPU at all when one is named twice
+                return []
+            found.append(self.slots[int(entry)])
+        return found
 
     def count_visible(self) -> int:
         """The number of visible GPUs. Asking for it does not count as first use, as on a real machine."""
@@ -196,22 +206,6 @@ class VirtualMachine:
     def registry_name(self) -> str:
         """A text that is equal only for machines with the same number, kind and memory of GPUs."""
         return f"{len(self.slots)}x{''.join(filter(str.isalnum, self.slots[0].spec.kind))}x{self.slots[0].memory}"
-
-
-def visible_slots(count: int) -> list[int] | None:
-    """The slots in CUDA_VISIBLE_DEVICES up to the first invalid entry, as CUDA reads it. None if it is not set."""
-    text = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if text is None:
-        return None
-    slots: list[int] = []
-    for entry in text.split(","):
-        entry = entry.strip()
-        if not entry.isdigit() or int(entry) >= count:
-            break
-        if int(entry) in slots:  # CUDA shows no GPU at all when one is named twice
-            return []
-        slots.append(int(entry))
-    return slots
 
 
 _stack: list[VirtualMachine] = []

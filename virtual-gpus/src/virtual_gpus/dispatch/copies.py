@@ -107,7 +107,7 @@ def _copied(tensor, source, target: VirtualGPU | None, dtype: torch.dtype, memor
     machine, device, allocation = (target or source).machine if target or source else None, None, None
     if machine is not None and machine.shapes_only:
         if target is None:
-            return valueless.to_host(tensor, dtype)
+            return valueless.copy_to_host(torch.empty(tensor.shape, dtype=dtype, device="cpu"), tensor)
         device = torch.device("meta")
     if target is not None and tensor.layout == torch.strided:
         allocation = StorageAllocation(target, tensor.numel() * dtype.itemsize)  # first: what cannot fit fills nothing

@@ -78,21 +78,11 @@ class NotKept(float):
     __neg__ = __abs__ = __pow__ = __rpow__ = __round__ = _result
 
 
-def to_host(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """`.cpu()` of a tensor without values: a CPU tensor of nan, or an error for integers."""
-    _refuse_whole_numbers(tensor)
-    return torch.full(tensor.shape, float("nan"), dtype=dtype or tensor.dtype, device="cpu")
-
-
 def copy_to_host(target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
-    """`cpu_tensor.copy_(gpu_tensor)` without values."""
-    _refuse_whole_numbers(source)
-    return target.fill_(float("nan"))
-
-
-def _refuse_whole_numbers(tensor: torch.Tensor) -> None:
-    if not _has_nan(tensor):
+    """`target.copy_(source)` of a tensor without values to the CPU: nan, or an error for integers."""
+    if not _has_nan(source):
         raise errors.needs_values("copying a tensor of integers to the CPU")
+    return target.fill_(float("nan"))
 
 
 def _has_nan(tensor: torch.Tensor) -> bool:

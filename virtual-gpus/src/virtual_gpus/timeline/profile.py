@@ -12,7 +12,7 @@ import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch.autograd import DeviceType
 from torch.autograd.profiler_util import FunctionEvent
@@ -28,16 +28,11 @@ _NCCL = {"all_reduce": "AllReduce", "all_gather": "AllGather", "reduce_scatter":
 _OURS = "PythonDispatchMode"  # the profiler's name for what the engine does around each operator
 
 
-class _IssuedSpan(NamedTuple):
-    span: Span
-    issued: int  # real nanoseconds since 1970, as the profiler counts
-
-
 class DeviceRecord:
     """The spans of one profile, from the moment when it is made until `stop`."""
 
     def __init__(self, machine: VirtualMachine):
-        self._machine, self._work, self._began = machine, list[_IssuedSpan](), machine.clock.now
+        self._machine, self._work, self._began = machine, list[tuple[Span, int]](), machine.clock.now
         machine.clock.timelines.append(self)
 
     def stop(self) -> None:
@@ -50,11 +45,12 @@ class DeviceRecord:
         A copy between two GPUs is heard of on both, and counts on the one that it comes from.
         """
         if span.gpu is not None and (span.lane != COPY_IN or span.name == _TO_THE_GPU):
-            self._work.append(_IssuedSpan(span, time.time_ns()))
+            self._work.append((span, time.time_ns()))
 
-    def _visible(self) -> Iterator[tuple[int, _IssuedSpan]]:
+    def _visible(self) -> Iterator[tuple[int, Span, int]]:
+        """(index of the GPU, span, real nanoseconds since 1970 at which it was issued), as the profiler counts."""
         index = {gpu.slot: gpu.index for gpu in self._machine.gpus}
-        return ((index[work.span.gpu], work) for work in self._work if work.span.gpu in index)
+        return ((index[span.gpu], span, issued) for span, issued in self._work if span.gpu in index)
 
     # ---- torch.profiler's list of events
 
@@ -66,13 +62,13 @@ class DeviceRecord:
         if keep_cpu:
             hosts = _Operators(events)
             events = [event for event in events if event.name != _OURS]
-            for index, work in self._visible():
-                host = hosts.at((work.issued - trace_start) / 1e3)
+            for index, span, issued in self._visible():
+                host = hosts.at((issued - trace_start) / 1e3)
                 if host is not None:
-                    host.append_kernel(_name(work.span), index, (work.span.end - work.span.start) * 1e6)
+                    host.append_kernel(_name(span), index, (span.end - span.start) * 1e6)
         else:
             events = []
-        made = [self._event(number, index, work.span) for number, (index, work) in enumerate(self._visible(), 1)]
+        made = [self._event(number, index, span) for number, (index, span, _) in enumerate(self._visible(), 1)]
         return sorted(events + made, key=lambda event: (event.time_range.start, -event.time_range.end))
 
     def _event(self, number: int, gpu: int, span: Span) -> FunctionEvent:
@@ -91,7 +87,7 @@ class DeviceRecord:
         events = trace["traceEvents"]
         start = min((event["ts"] for event in events if event.get("ph") == "X"), default=0.0)
         named: set[tuple[int, int | str]] = set()
-        for gpu, (span, _) in self._visible():
+        for gpu, span, _ in self._visible():
             if (gpu, span.lane) not in named:
                 named.add((gpu, span.lane))
                 for name, label in (("process_name", f"cuda:{gpu} (modelled)"), ("thread_name", lane_name(span.lane))):
