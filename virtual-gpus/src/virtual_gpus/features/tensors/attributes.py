@@ -21,29 +21,14 @@ def _gpu(tensor: torch.Tensor):
     return None if this_thread.inside or active() is None else gpu_of(tensor)
 
 
-def is_cuda(self) -> bool:
-    """True for a tensor on a virtual GPU."""
-    return _gpu(self) is not None or _raw.is_cuda.__get__(self)
-
-
-def is_cpu(self) -> bool:
-    """False for a tensor on a virtual GPU."""
-    return _gpu(self) is None and _raw.is_cpu.__get__(self)
-
-
-def is_meta(self) -> bool:
-    """False for a tensor on a virtual GPU, with shapes_only as well."""
-    return _gpu(self) is None and _raw_is_meta(self)
+def _flag(name: str):
+    """`is_cuda`, True for a tensor on a virtual GPU; `is_cpu` or `is_meta`, False there, with shapes_only as well."""
+    raw, on_gpu = getattr(_raw, name).__get__, name == "is_cuda"
+    return property(lambda self: raw(self) if _gpu(self) is None else on_gpu)
 
 
 def get_device(self) -> int:
     """The GPU's index, -1 for the CPU."""
-    try:  # `_gpu`, without its calls: the monitor asks every parameter
-        gpu = self.untyped_storage()._record.gpu
-    except (NotImplementedError, RuntimeError):
-        gpu = None
-    if gpu is not None and gpu.machine.on and not this_thread.inside:
-        return gpu.index
     gpu = _gpu(self)
     return _raw.get_device(self) if gpu is None else gpu.index
 
@@ -193,7 +178,7 @@ def patches():
     tensor = torch.Tensor
     rows = [(tensor, f.__name__, f) for f in (get_device, numpy, tolist, record_stream, set_, item)]
     rows += [(torch._tensor_str, "_str", _str)]
-    rows += [(tensor, f.__name__, property(f)) for f in (is_cuda, is_cpu, is_meta)]
+    rows += [(tensor, name, _flag(name)) for name in ("is_cuda", "is_cpu", "is_meta")]
     rows += [(tensor, "device", property(device_of)), (tensor, "type", type_)]
     rows += [(tensor, "_make_wrapper_subclass", staticmethod(_make_wrapper_subclass))]
     rows += [(FakeTensorConverter, "from_real_tensor", from_real_tensor)]
