@@ -220,11 +220,10 @@ def test_a_thread_that_goes_on_after_the_gpus_are_off_leaves_nothing_behind():
     """Whether the GPUs had been used before, so that a folder was there, or not."""
     for used in (0, 512):
         registry = shared_memory.SharedMemoryRegistry("a test", 1)
-        share = registry.share(0)
         if used:
-            share.publish(used)
+            registry.exchange(0, used)
         assert registry.folder.is_dir() == bool(used)
         registry.close()
-        assert share.claim(used, 512, 1024) and share.others() == []
-        share.publish(1024)
+        assert registry.exchange(0, used, most=1024, more=512) == (used, {})
+        registry.exchange(0, 1024)
         assert not registry.folder.exists()

@@ -20,6 +20,7 @@ import torch
 from virtual_gpus import errors
 from virtual_gpus.clock.clock import Clock
 from virtual_gpus.memory.allocator import FIRST_ADDRESS, Block, CachingAllocator, OutOfMemory
+from virtual_gpus.memory.device import alone
 from virtual_gpus.memory.options import Options
 from virtual_gpus.processes import children, one_rank
 from virtual_gpus.processes.shared_memory import SharedMemoryRegistry
@@ -260,7 +261,7 @@ def push(machine: VirtualMachine) -> None:
     """Put `machine` on top of the stack, so that `active()` returns it."""
     machine.registry = SharedMemoryRegistry(machine.registry_name(), len(machine.slots))
     for gpu in machine.slots:
-        gpu.allocator.device.shared = machine.registry.share(gpu.slot)
+        gpu.allocator.device.exchange = functools.partial(machine.registry.exchange, gpu.slot)
     if machine.settings.children:
         children.offer(machine.facts())
     if machine.settings.rank is not None:
@@ -274,7 +275,7 @@ def remove(machine: VirtualMachine) -> None:
     _stack.remove(machine)
     machine.on = False
     for gpu in machine.slots:  # tensors that outlive it still give their blocks back
-        gpu.allocator.device.shared = None
+        gpu.allocator.device.exchange = alone
     children.withdraw(machine.facts())
     if machine.settings.rank is not None:
         one_rank.leave(machine.settings)

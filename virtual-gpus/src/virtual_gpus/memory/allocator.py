@@ -12,8 +12,8 @@ lowest address. What remains of it is split off when it is 512 bytes or more (sm
 (large pool). Freed neighbours merge. When memory runs out, segments without any used block go back to the
 GPU, and the allocation is tried once more.
 
-Blocks belong to the stream that they were allocated on. What options change stands in `options`, what other
-streams change in `stream_waits`. Sizes are bytes. No torch is imported.
+Blocks belong to the stream that they were allocated on. What options change stands in `options`. Sizes are
+bytes. No torch is imported.
 """
 
 from __future__ import annotations
@@ -25,15 +25,14 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import MappingProxyType
+from typing import Any
 
 from virtual_gpus.memory import expandable
-from virtual_gpus.memory.blocks import FREE, FREEING, USED, Block, BlockPool, Segment, cut_off
+from virtual_gpus.memory.blocks import FREE, FREEING, USED, Block, BlockPool, Segment, Stream, StreamWaits, cut_off
 from virtual_gpus.memory.device import DeviceMemory
 from virtual_gpus.memory.options import LARGE_SEGMENT, SMALL_REQUEST, UNLIMITED, Options
-from virtual_gpus.memory.reclaimer import Reclaimer
 from virtual_gpus.memory.report import OutOfMemory, oom_message, segment_entries
 from virtual_gpus.memory.stats import AllocatorStats, format_size
-from virtual_gpus.memory.stream_waits import NoClock, Stream, StreamWaits
 
 __all__ = ["Block", "CachingAllocator", "OutOfMemory", "format_size", "oom_message"]
 
@@ -52,7 +51,8 @@ class CachingAllocator:
     To give several GPUs different addresses, choose values of `first_address` that differ by more than they reserve.
 
     device: the GPU's memory as its driver sees it.
-    clock: the clock of the streams (see `NoClock`).
+    clock: says how far streams have come, for `record_stream`: `mark(stream)` gives a mark behind the work that the
+        stream was given so far, `has_passed(mark)` is true when that is done, and `wait_for(mark)` lets the host wait.
     live_blocks: the used blocks by address.
     observers: functions that are called as f(event, address, size). They may only read properties and free blocks.
         "alloc", "free": a block. If it waited for a stream, "free_requested" and "free_completed" replace "free".
@@ -69,7 +69,7 @@ class CachingAllocator:
     def __init__(self, capacity: int, context: int = 0, first_address: int = FIRST_ADDRESS):
         self.observers: list[Callable[[str, int, int], None]] = []
         self.oom_observers: list[Callable[[OutOfMemory], None]] = []
-        self.clock = NoClock()
+        self.clock: Any = None
         self.options = Options()
         self._always_plain = True  # no options that change which free block serves a request were ever set
         self._max_split = -1  # as the statistics show it: what held when CUDA started
@@ -78,7 +78,6 @@ class CachingAllocator:
         self._large_pools: dict[int, BlockPool] = {}
         self._small_pools: dict[int, BlockPool] = {}  # by stream, as the large ones
         self._pools = self._large_pools, self._small_pools
-        self._reclaimer = Reclaimer(self.device, self._stats, self._pools)
         self._waits = StreamWaits()
         self._live: dict[int, Block] = {}
         self.live_blocks: Mapping[int, Block] = MappingProxyType(self._live)
@@ -148,7 +147,7 @@ class CachingAllocator:
         """Give all segments without a used block, and all free pages of expandable ones, back to the GPU."""
         with self.exclusive():
             self._release_cached()
-            self.device.publish()
+            self.device.exchange(self.device.used_bytes)
 
     @contextmanager
     def exclusive(self) -> Iterator[None]:
@@ -238,7 +237,7 @@ class CachingAllocator:
     def _search(self, pool: BlockPool, size: int, i: int) -> int:
         """Which free block serves `size` bytes under the options, if without them it is number `i`."""
         free, options = pool.free, self.options
-        if not pool.small and self._reclaimer.collects_garbage(options):
+        if not pool.small and self._collects_garbage():
             pool.tally.searches += 1
         if options.expandable and i < len(free):
             i = expandable.best_to_expand(free, i)
@@ -253,9 +252,10 @@ class CachingAllocator:
 
     def _obtain(self, pool: BlockPool, size: int) -> Block | None:
         """A block of new memory, after giving back what has to go; None when the GPU is full."""
-        self._reclaimer.collect_garbage(self.options)
+        if self._collects_garbage():
+            self._collect_garbage()
         block = self._new_block(pool, size)
-        if block is None and self._reclaimer.release_oversize(pool, size, self.options):
+        if block is None and self._release_oversize(pool, size):
             block = self._new_block(pool, size)
         if block is None:
             self._release_cached()
@@ -264,9 +264,9 @@ class CachingAllocator:
         return block
 
     def _new_block(self, pool: BlockPool, size: int) -> Block | None:
-        options = self.options
+        options, allowed = self.options, self.device.allowed
         nbytes = options.segment_size(size)
-        if not self.device.is_allowed(nbytes):
+        if allowed is not None and self._stats.reserved + nbytes > allowed:
             return None
         if options.expandable:
             return expandable.expand(self.device, pool, size, options.page_size(pool.small))
@@ -280,7 +280,6 @@ class CachingAllocator:
         stats.events["num_ooms"] += 1
         size = options.rounded(nbytes)
         device.tell("oom", 0, size)
-        device.publish()
         return OutOfMemory(
             requested=options.segment_size(size),
             capacity=device.capacity,
@@ -289,7 +288,7 @@ class CachingAllocator:
             allowed=device.allowed,
             allocated=stats.allocated,
             reserved=stats.reserved,
-            others=() if device.shared is None else tuple(sorted(device.shared.others())),
+            others=tuple(device.others()),
         )
 
     def _free_pending(self) -> None:
@@ -327,9 +326,60 @@ class CachingAllocator:
             block.pool.reclaim(block)
             self.device.tell("free_completed", address, size)
 
+    # ---- which cached memory goes back to the GPU
+
     def _release_cached(self) -> None:
+        """Give back every segment without a used block, and all free pages of expandable ones."""
         self._complete_waits(wait=True)
-        self._reclaimer.release_cached(self.options)
+        self._stats.events["num_sync_all_streams"] += 1
+        for pools in self._pools:
+            for pool in pools.values():
+                for block in pool.whole_segments():
+                    self._release(block)
+                expandable.unmap_free_pages(self.device, pool)
+
+    def _release_oversize(self, pool: BlockPool, size: int) -> bool:
+        """Give back so many free oversize blocks as the request needs, the best fit or the largest ones.
+
+        True if that may be enough.
+        """
+        limit, free = self.options.max_split, pool.free
+        if limit == UNLIMITED:
+            return False
+        size = max(size, limit)
+        i = bisect_left(free, (size,))
+        if i < len(free) and free[i][2].arena is None:
+            self._release(free[i][2])
+            return True
+        released = 0
+        for nbytes, _, block in reversed(free[:i]):
+            if released >= size or nbytes < limit:
+                break
+            if block.arena is None:
+                released += nbytes
+                self._release(block)
+        return released >= size
+
+    def _collects_garbage(self) -> bool:
+        """True if old blocks go back before a new segment is taken."""
+        return self.options.gc_threshold > 0 and self.device.allowed is not None
+
+    def _collect_garbage(self) -> None:
+        """Give back cached segments of the large pool, the oldest first, until little enough is reserved."""
+        excess = self._stats.reserved - int(self.options.gc_threshold * self.device.allowed)
+        cached = [block for pool in self._large_pools.values() for block in pool.whole_segments()]
+        ages = {block: block.pool.tally.searches - block.born for block in cached}
+        while excess > 0 and ages:
+            average = sum(ages.values()) / len(ages)
+            for block in [block for block, age in ages.items() if age >= average]:  # the oldest one at least
+                del ages[block]
+                excess -= block.size
+                self._release(block)
+
+    def _release(self, block: Block) -> None:
+        self.device.free(block)
+        if block.size >= self.options.max_split:
+            self._stats.oversize_segments.change(-1)
 
     def _rebuild(self) -> None:
         """Make links, free lists and counters anew from what is true: something was cut short."""

@@ -1,4 +1,7 @@
-"""Blocks of GPU memory, the segments that they are cut from, and the pools that keep the free ones.
+"""Blocks of GPU memory, the segments that they are cut from, and where they are while they are not used.
+
+Free blocks are in pools. A block that `record_stream` named stays out of reach after it was freed
+("active_pending_free") until the other streams have come so far. Rules: c10/cuda/CUDACachingAllocator.cpp.
 
 Sizes are bytes. Nothing here locks: every method is called by a thread that has the allocator to itself.
 """
@@ -6,10 +9,14 @@ Sizes are bytes. Nothing here locks: every method is called by a thread that has
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections import Counter, deque
 from collections.abc import Iterator
 from itertools import pairwise
+from typing import Any
 
 from virtual_gpus.memory.stats import AllocatorStats, format_size
+
+Stream = tuple[int, int]  # (GPU, stream)
 
 # A block's state. FREEING: given back, but not yet seen by the thread that has the lock. WAITING: for other streams.
 # UNMAPPED: addresses of an expandable segment that have no memory.
@@ -66,6 +73,10 @@ class BlockPool:
         """The reverse of `put`."""
         entries = self.unmapped if block.state == UNMAPPED else self.free
         del entries[bisect_left(entries, (block.size, block.address))]
+
+    def whole_segments(self) -> list[Block]:
+        """The free blocks that are whole segments of fixed size."""
+        return [block for _, _, block in self.free if not block.prev and not block.next and block.arena is None]
 
     def reclaim(self, block: Block) -> None:
         """`put` a block that is not in use any more, as one with its neighbours in the same state, and count it.
@@ -154,3 +165,55 @@ class Segment:
                 if (begin - self.address) // self.page not in self.mapped:
                     block.state = UNMAPPED
                 yield block
+
+
+class StreamWaits:
+    """Which streams use a block besides its own, and which freed blocks wait for them. `clock`: the allocator's."""
+
+    def __init__(self):
+        self.recorded: dict[int, dict[Stream, None]] = {}  # address of a used block -> the other streams that use it
+        self.waiting: dict[int, list] = {}  # address -> [block, marks that are left]
+        self._queues: dict[Stream, deque] = {}  # stream -> (mark, address)
+
+    def record(self, block: Block, stream: Stream) -> None:
+        """Note that `stream` uses the block too."""
+        self.recorded.setdefault(block.address, {})[stream] = None
+
+    def add(self, block: Block, clock: Any) -> None:
+        """Let a block that was freed wait for the streams that were recorded."""
+        streams = self.recorded.pop(block.address)
+        block.state = WAITING
+        tally = block.pool.tally
+        tally.waiting += 1
+        tally.waiting_bytes += block.size
+        for stream in streams:
+            self._queues.setdefault(stream, deque()).append((clock.mark(stream), block.address))
+        self.waiting[block.address] = [block, len(streams)]
+
+    def passed(self, clock: Any, wait: bool = False) -> Iterator[Block]:
+        """The blocks that no stream uses any more, which wait no longer; with `wait`, all of them."""
+        for stream, queue in list(self._queues.items()):
+            while queue and (wait or clock.has_passed(queue[0][0])):
+                mark, address = queue.popleft()
+                if wait:
+                    clock.wait_for(mark)
+                entry = self.waiting[address]
+                entry[1] -= 1
+                if not entry[1]:
+                    block, tally = entry[0], entry[0].pool.tally
+                    del self.waiting[address]
+                    tally.waiting -= 1
+                    tally.waiting_bytes -= block.size
+                    yield block
+            if not queue:
+                del self._queues[stream]
+
+    def correct(self, live: dict[int, Block]) -> None:
+        """Put the books in order after something was cut short; `live` has the used blocks."""
+        self.recorded = {address: streams for address, streams in self.recorded.items() if address in live}
+        left = Counter(address for queue in self._queues.values() for _, address in queue)
+        self.waiting = {address: [entry[0], left[address]] for address, entry in self.waiting.items() if left[address]}
+        self._queues = {
+            stream: deque(entry for entry in queue if entry[1] in self.waiting)
+            for stream, queue in self._queues.items()
+        }

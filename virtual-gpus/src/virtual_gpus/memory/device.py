@@ -11,12 +11,17 @@ from virtual_gpus.memory.blocks import Block, BlockPool, Segment
 from virtual_gpus.memory.stats import AllocatorStats
 
 
+def alone(used: int, most: int | None = None, more: int = 0) -> tuple[int, dict[int, int]]:
+    """What `exchange` returns where no other process shares the GPU."""
+    return used, {}
+
+
 class DeviceMemory:
     """`capacity` bytes, of which this process's CUDA context takes `context`, and others take `other`.
 
-    shared: a `shared_memory.Share`, which tells of other processes, or None. segments: what was taken and not given
-    back, by address; expandable segments stay for good, so that their addresses are used again, as the driver does.
-    observers: see `CachingAllocator`.
+    exchange: `SharedMemoryRegistry.exchange` for this GPU, which tells of other processes. fraction: the part of the
+    capacity that may be reserved. segments: what was taken and not given back, by address; expandable segments stay
+    for good, so that their addresses are used again, as the driver does. observers: see `CachingAllocator`.
     """
 
     def __init__(
@@ -29,10 +34,10 @@ class DeviceMemory:
     ):
         if capacity <= 0 or not 0 <= context < capacity:
             raise ValueError(f"A GPU of {capacity} bytes cannot hold a context of {context} bytes.")
-        self.capacity, self.context, self.other, self.shared = capacity, context, 0, None
+        self.capacity, self.context, self.other, self.fraction = capacity, context, 0, 1.0
+        self.exchange: Callable[..., tuple[int, dict[int, int]]] = alone
         self.segments: dict[int, Segment] = {}
         self._next_address, self._stats, self._observers = first_address, stats, observers
-        self._fraction: float | None = None
 
     # ---- how much there is
 
@@ -40,17 +45,12 @@ class DeviceMemory:
         """Limit reserved memory to `fraction` (0 to 1) of the capacity: set_per_process_memory_fraction."""
         if not 0 <= fraction <= 1:
             raise ValueError(f"Invalid fraction value: {fraction}. Allowed range: 0~1")
-        self._fraction = float(fraction) if fraction < 1 else None
-
-    @property
-    def fraction(self) -> float:
-        """The part of the capacity that may be reserved: 1.0 unless `set_fraction` said otherwise."""
-        return 1.0 if self._fraction is None else self._fraction
+        self.fraction = float(fraction)
 
     @property
     def allowed(self) -> int | None:
         """The bytes that may be reserved, or None when no fraction below 1 was set."""
-        return None if self._fraction is None else int(self._fraction * self.capacity)
+        return None if self.fraction == 1 else int(self.fraction * self.capacity)
 
     @property
     def used_bytes(self) -> int:
@@ -60,24 +60,23 @@ class DeviceMemory:
     @property
     def free_bytes(self) -> int:
         """What the GPU has left for all processes: the first figure of torch.cuda.mem_get_info."""
-        if self.shared is not None:
-            return self.shared.free(self.used_bytes, self.capacity - self.other)
-        return self.capacity - self.other - self.used_bytes
+        own, others = self.exchange(self.used_bytes)
+        return self.capacity - self.other - own - sum(others.values())
 
     @property
     def used_by_all(self) -> int:
         """What nvidia-smi shows for the GPU: `used_bytes`, and those of other processes."""
         return self.capacity - self.free_bytes
 
-    def is_allowed(self, nbytes: int) -> bool:
-        """True if `nbytes` more stay within the limit of `set_fraction`."""
-        return self._fraction is None or self._stats.reserved + nbytes <= self.allowed
-
     def has_room(self, nbytes: int) -> bool:
         """True if the GPU has `nbytes` left; other processes cannot have them then."""
-        if self.shared is None:
-            return nbytes <= self.free_bytes
-        return self.shared.claim(self.used_bytes, nbytes, self.capacity - self.other)
+        most = self.capacity - self.other
+        own, others = self.exchange(self.used_bytes, most, nbytes)
+        return own + nbytes + sum(others.values()) <= most
+
+    def others(self) -> list[tuple[int, int]]:
+        """(process id, bytes) of each other process on the GPU."""
+        return sorted(self.exchange(self.used_bytes)[1].items())
 
     def take_context(self, nbytes: int) -> bool:
         """Let a CUDA context have `nbytes` bytes; False if others left too little."""
@@ -85,11 +84,6 @@ class DeviceMemory:
         if room:
             self.context = nbytes
         return room
-
-    def publish(self) -> None:
-        """Tell other processes what this one holds."""
-        if self.shared is not None:
-            self.shared.publish(self.used_bytes)
 
     # ---- taking and giving back
 

@@ -62,10 +62,6 @@ class SharedMemoryRegistry:
         self._pid, self._lock, self._file = os.getpid(), threading.RLock(), None
         self._used, self._inherited = [0] * self._count, [0] * self._count
 
-    def share(self, slot: int) -> Share:
-        """One GPU's part, for its allocator."""
-        return Share(self, slot)
-
     def close(self) -> None:
         """Take this process out, and the folder with it if no other process is there. Does nothing the second time."""
         if self not in _open:
@@ -96,7 +92,8 @@ class SharedMemoryRegistry:
         """
         with self._alone():
             own = max(used - self._inherited[slot], 0)
-            others = self._others(slot)
+            held = [] if self._closed else _held(self.folder, self._prefix, self._count)
+            others = {process: bytes_of[slot] for process, bytes_of in held if bytes_of[slot]}
             # A thread may still use GPUs that another one has switched off. One that touched no GPU is no process of
             # the driver's.
             if not self._closed and (used or more or self._file is not None):
@@ -112,12 +109,6 @@ class SharedMemoryRegistry:
                 fcntl.lockf(self._file, fcntl.LOCK_EX)
         self._file.seek(0)
         self._file.write(struct.pack(f"<{self._count}q", *self._used))
-
-    def _others(self, slot):
-        if self._closed:
-            return {}
-        held = _held(self.folder, self._prefix, self._count)
-        return {process: used[slot] for process, used in held if used[slot]}
 
     @contextlib.contextmanager
     def _alone(self):
@@ -168,32 +159,6 @@ def held_by_processes(folder: str | None, machine: str, count: int) -> list[tupl
         return []
     with _locked(Path(folder)):
         return _held(Path(folder), f"{machine}-", count)
-
-
-class Share:
-    """What an allocator asks about one GPU."""
-
-    def __init__(self, registry: SharedMemoryRegistry, slot: int):
-        self._registry, self._slot = registry, slot
-
-    def claim(self, used: int, more: int, capacity: int) -> bool:
-        """Take `more` bytes on top of the `used` ones if the GPU has so much. `capacity`: of the GPU."""
-        own, others = self._registry.exchange(self._slot, used, capacity, more)
-        return own + more + sum(others.values()) <= capacity
-
-    def publish(self, used: int) -> None:
-        """Tell what this process holds."""
-        self._registry.exchange(self._slot, used)
-
-    def free(self, used: int, capacity: int) -> int:
-        """What the GPU has left."""
-        own, others = self._registry.exchange(self._slot, used)
-        return capacity - own - sum(others.values())
-
-    def others(self) -> list[tuple[int, int]]:
-        """(process id, bytes) of each other process on the GPU."""
-        with self._registry._alone():
-            return sorted(self._registry._others(self._slot).items())
 
 
 def _tell_children() -> None:

@@ -62,7 +62,7 @@ def list_gpu_processes(device=None) -> str:
     """The processes on a GPU, as far as they share these virtual ones."""
     gpu = gpu_at(device)
     found = [(os.getpid(), gpu.allocator.device.used_bytes)] if gpu.allocator.device.used_bytes else []
-    found += gpu.allocator.device.shared.others()
+    found += gpu.allocator.device.others()
     lines = [f"process {pid:>10d} uses {used / (1 << 20):>12.3f} MB GPU memory" for pid, used in sorted(found)]
     return "\n".join([f"GPU:{gpu.index}", *(lines or ["no processes are running"])])
 

@@ -18,7 +18,7 @@ def look() -> list[GPUView]:
 
 def _view(gpu: VirtualGPU) -> GPUView:
     device = gpu.allocator.device
-    processes = device.shared.others() if device.shared is not None else []
+    processes = device.others()
     if device.used_bytes:
         processes = sorted([*processes, (os.getpid(), device.used_bytes)])
     return GPUView(gpu.slot, gpu.spec.name, gpu.uuid, gpu.memory, gpu.spec.capability, processes, gpu.machine.load(gpu))
