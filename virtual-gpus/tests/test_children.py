@@ -12,7 +12,6 @@ from virtual_gpus import active_machine, virtual_gpus
 from virtual_gpus.__main__ import parse
 from virtual_gpus.driver import nvidia_smi
 from virtual_gpus.driver.nvidia_smi import GPUView
-from virtual_gpus.processes import children
 
 NAMES = ("VIRTUAL_GPUS_CHILDREN", "VIRTUAL_GPUS_PYTHON", "PYTHONPATH", "PATH")
 GPUS = [GPUView(0, "NVIDIA A", "GPU-0", 3 << 20, (8, 0), [], 0.0),
@@ -57,7 +56,6 @@ def test_a_python_child_has_the_same_gpus():
 
 def test_nobody_inherits_who_was_not_asked_for(monkeypatch):
     before = environment()
-    children.withdraw({"gpus": []})  # which nobody offered
     with virtual_gpus(2):
         assert environment() == before
         with virtual_gpus(3, children=True):

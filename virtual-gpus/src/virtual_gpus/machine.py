@@ -22,8 +22,8 @@ from virtual_gpus.clock.clock import Clock
 from virtual_gpus.memory.allocator import FIRST_ADDRESS, Block, CachingAllocator, OutOfMemory
 from virtual_gpus.memory.device import alone
 from virtual_gpus.memory.options import Options
-from virtual_gpus.processes import children, one_rank
-from virtual_gpus.processes.shared_memory import SharedMemoryRegistry
+from virtual_gpus.processes import children, environment, one_rank
+from virtual_gpus.processes.shared_memory import FOLDER, SharedMemoryRegistry
 from virtual_gpus.settings import Settings
 
 
@@ -259,13 +259,17 @@ def find_gpu(machine: VirtualMachine, device: torch.device, initialize: bool = T
 
 def push(machine: VirtualMachine) -> None:
     """Put `machine` on top of the stack, so that `active()` returns it."""
-    machine.registry = SharedMemoryRegistry(machine.registry_name(), len(machine.slots))
+    mine = [str(other.registry.folder) for other in _stack if not other.is_inherited]
+    machine.registry = SharedMemoryRegistry(machine.registry_name(), len(machine.slots), mine)
     for gpu in machine.slots:
         gpu.allocator.device.exchange = functools.partial(machine.registry.exchange, gpu.slot)
+    variables = {FOLDER: str(machine.registry.folder)}
     if machine.settings.children:
-        children.offer(machine.facts())
+        variables |= children.variables(machine.facts())
     if machine.settings.rank is not None:
-        one_rank.enter(machine.settings)
+        variables |= one_rank.variables(machine.settings)
+        one_rank.say_that_it_is_alone(machine.settings)
+    environment.put_in(machine, variables)
     _stack.append(machine)
     machine.on = True
 
@@ -276,7 +280,5 @@ def remove(machine: VirtualMachine) -> None:
     machine.on = False
     for gpu in machine.slots:  # tensors that outlive it still give their blocks back
         gpu.allocator.device.exchange = alone
-    children.withdraw(machine.facts())
-    if machine.settings.rank is not None:
-        one_rank.leave(machine.settings)
+    environment.take_out(machine)
     machine.registry.close()

@@ -24,12 +24,7 @@ is given `input_args` and `output_args`. PyTorch 2.13 asks the other ranks even 
 
 from __future__ import annotations
 
-import os
-
-from virtual_gpus.processes.children import restore
 from virtual_gpus.settings import Settings
-
-_before: list[tuple[Settings, dict[str, str | None]]] = []  # what the environment said before each that is on
 
 
 def variables(settings: Settings) -> dict[str, str]:
@@ -47,34 +42,11 @@ def variables(settings: Settings) -> dict[str, str]:
     }  # fmt: skip
 
 
-def enter(settings: Settings) -> None:
-    """Set the environment of the rank of `settings`."""
-    found = variables(settings)
-    _before.append((settings, {name: os.environ.get(name) for name in found}))
-    os.environ.update(found)
+def say_that_it_is_alone(settings: Settings) -> None:
+    """Print what the numbers of one rank are not, if it has any."""
     if not settings.shapes_only:
         print(
             f"virtual GPUs: rank {settings.rank} of {settings.world_size} runs alone. "
             "Its numbers are not those of the job, because the others are taken to hold what it holds.",
             flush=True,
-        )
-
-
-def leave(settings: Settings) -> None:
-    """Set the environment back, also if another one that was entered later is still on."""
-    place = next(place for place, (made, _) in enumerate(_before) if made is settings)
-    _, before = _before.pop(place)
-    if place < len(_before):
-        _before[place] = _before[place][0], before
-        return
-    for name, value in before.items():
-        restore(name, value)
-
-
-def check(settings: Settings, rank: int, world_size: int) -> None:
-    """Raise ValueError if a program makes a process group as another rank than that of `settings`."""
-    if (rank, world_size) != (settings.rank, settings.world_size):
-        raise ValueError(
-            f"The program makes a process group as rank {rank} of {world_size}, but it runs as rank {settings.rank} of "
-            f"{settings.world_size}. Let it read RANK and WORLD_SIZE from the environment, as under torchrun."
         )

@@ -22,6 +22,7 @@ import struct
 import tempfile
 import threading
 import time
+from collections.abc import Collection
 from pathlib import Path
 
 try:
@@ -35,27 +36,20 @@ _FOLDERS = "virtual-gpus-"  # begins the name of a user's folder of folders
 _STALE_AFTER = 3600  # seconds after which a folder without living processes was left by a killed one
 
 
-_open: list[SharedMemoryRegistry] = []  # of the machines that are on in this process, the newest last
-_outside: list[str | None] = [None]  # what the environment said before the first of them
-
-
 class SharedMemoryRegistry:
-    """This process's part in a folder. `machine`: text that only machines with the same GPUs have."""
+    """This process's part in a folder.
 
-    def __init__(self, machine: str, count: int):
+    machine: text that only machines with the same GPUs have. mine: the folders that this process made for other
+    machines. It takes none of them, since machines inside one another have different GPUs.
+    """
+
+    def __init__(self, machine: str, count: int, mine: Collection[str] = ()):
         self._prefix, self._count = f"{machine}-", count
-        asked = os.environ.get(FOLDER)
-        if not _open:
-            _outside[:] = [asked]
         self.made_by, self._closed = os.getpid(), False
-        mine = [
-            str(registry.folder) for registry in _open if registry.made_by == os.getpid()
-        ]  # the others: a fork's parent's
-        own = asked is None or asked in mine  # machines inside one another have other GPUs
+        asked = os.environ.get(FOLDER)
+        own = asked is None or asked in mine
         self._made_folder, self.folder = own, Path(_common_folder() if own else asked)
         self._begin()
-        _open.append(self)
-        _tell_children()
         atexit.register(self.close)
 
     def _begin(self):
@@ -64,12 +58,8 @@ class SharedMemoryRegistry:
 
     def close(self) -> None:
         """Take this process out, and the folder with it if no other process is there. Does nothing the second time."""
-        if self not in _open:
-            return
-        _open.remove(self)
-        _tell_children()
         atexit.unregister(self.close)
-        if self._pid != os.getpid():  # the file is the parent's
+        if self._closed or self._pid != os.getpid():  # the file is the parent's
             return
         with self._lock:
             self._closed = True  # also where the folder is missing: a thread that goes on must not make it
@@ -159,15 +149,6 @@ def held_by_processes(folder: str | None, machine: str, count: int) -> list[tupl
         return []
     with _locked(Path(folder)):
         return _held(Path(folder), f"{machine}-", count)
-
-
-def _tell_children() -> None:
-    """Let processes that are started from now on find the newest machine's folder."""
-    folder = str(_open[-1].folder) if _open else _outside[0]
-    if folder is None:
-        os.environ.pop(FOLDER, None)
-    else:
-        os.environ[FOLDER] = folder
 
 
 def _removed_if_dead(path: Path) -> bool:

@@ -30,7 +30,6 @@ from virtual_gpus.features.distributed.groups import backends_of, carrier, carri
 from virtual_gpus.features.distributed.whereabouts import leave_word
 from virtual_gpus.machine import VirtualGPU, VirtualMachine, active
 from virtual_gpus.patches.table import Patch, around
-from virtual_gpus.processes import one_rank
 from virtual_gpus.settings import INSTALLED
 from virtual_gpus.versions import GLOO_SPLITS
 
@@ -55,12 +54,17 @@ def _new_process_group_helper(function: Callable, *args, **kwargs):
     devices = dict(config.get_device_backend_map())
     gpu = given.pop("device_id", None)  # binds a rank to its GPU for NCCL; gloo refuses it
     has_nccl = any(str(backend).startswith("nccl") for backend in devices.values())
-    is_alone = active().settings.rank is not None
+    settings = active().settings
+    is_alone = settings.rank is not None
     if has_nccl or is_alone:
         given.pop("backend_options", None)
         given["backend"] = "fake" if is_alone else "gloo"
-    if is_alone and not given["global_ranks_in_group"]:
-        one_rank.check(active().settings, given["group_rank"], given["group_size"])
+    rank, ranks = given["group_rank"], given["group_size"]
+    if is_alone and not given["global_ranks_in_group"] and (rank, ranks) != (settings.rank, settings.world_size):
+        raise ValueError(
+            f"The program makes a process group as rank {rank} of {ranks}, but it runs as rank {settings.rank} of "
+            f"{settings.world_size}. Let it read RANK and WORLD_SIZE from the environment, as under torchrun."
+        )
     if has_nccl and torch.distributed.get_debug_level() == torch.distributed.DebugLevel.DETAIL:
         # Else PyTorch wraps gloo's group to compare the ranks' collectives, as `agreement` does for those of GPU
         # tensors in any case, and DDP's logger takes the wrapper for gloo's group itself: the process dies (2.15;

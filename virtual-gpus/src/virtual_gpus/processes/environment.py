@@ -1,0 +1,33 @@
+"""Environment variables that machines set while they are on, for this process and for those that it starts."""
+
+from __future__ import annotations
+
+import os
+
+# (who set them, by name: what was there before and what was set), the newest last
+_set: list[tuple[object, dict[str, tuple[str | None, str]]]] = []
+
+
+def put_in(owner: object, variables: dict[str, str]) -> None:
+    """Set the variables until `take_out(owner)`."""
+    _set.append((owner, {name: (os.environ.get(name), value) for name, value in variables.items()}))
+    os.environ.update(variables)
+
+
+def take_out(owner: object) -> None:
+    """Let the variables of `owner` be as they were, but for what others changed in them.
+
+    Those that another owner has set since stay, until that one takes them out.
+    """
+    place = next(place for place, (other, _) in enumerate(_set) if other is owner)
+    for name, (before, value) in _set.pop(place)[1].items():
+        later = next((variables for _, variables in _set[place:] if name in variables), None)
+        now = os.environ.get(name)
+        if later is not None:
+            later[name] = before, later[name][1]
+        elif now == value and before is None:
+            del os.environ[name]
+        elif now == value:
+            os.environ[name] = before
+        elif now is not None and os.sep in value:  # a list of folders, to which others have added some
+            os.environ[name] = now.replace(value, before or "").strip(os.pathsep)
