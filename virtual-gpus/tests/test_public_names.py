@@ -40,7 +40,7 @@ def test_a_refused_class_names_itself_when_one_is_made(name):
     assert torch.cuda.is_current_stream_capturing() is False  # optimizers ask
 
 
-def test_streams_by_handle_sleep_by_cycles_raw_blocks_the_runtime_library_and_the_plans_of_cufft():
+def test_streams_by_handle_sleep_by_cycles_the_runtime_library_and_the_plans_of_cufft():
     side = torch.cuda.Stream()
     for refused in (torch.cuda.ExternalStream, torch.cuda.get_stream_from_external):
         with pytest.raises(NotModelled, match=refused.__name__):
@@ -51,11 +51,6 @@ def test_streams_by_handle_sleep_by_cycles_raw_blocks_the_runtime_library_and_th
     end.record()
     end.synchronize()
     assert start.elapsed_time(end) == pytest.approx(1.0, rel=0.02)  # milliseconds: an H200 has 1.98 GHz
-    before = torch.cuda.memory_allocated(1)
-    address = torch.cuda.caching_allocator_alloc(1000, device=1)
-    assert torch.cuda.memory_allocated(1) == before + 1024
-    torch.cuda.caching_allocator_delete(address)
-    assert torch.cuda.memory_allocated(1) == before
     with torch.cuda.profiler.profile():
         torch.cuda.check_error(torch.cuda.cudart().cudaProfilerStart())
     assert torch.cuda.cudart().cudaMemGetInfo(0)[1] == 1 << 30
@@ -120,7 +115,7 @@ ARGUMENTS = {
     "get_global_rank": lambda: [dist.group.WORLD, 0], "supports_complex": lambda: [dist.ReduceOp.SUM],
     "set_timeout": lambda: [dist.constants.default_pg_timeout], "new_subgroups_by_enumeration": lambda: [[[0]]],
     "CudaError": lambda: [0], "ExternalStream": lambda: [0], "StreamContext": lambda: [None],
-    "caching_allocator_alloc": lambda: [512], "caching_allocator_enable": lambda: [False], "mark": lambda: ["m"],
+    "mark": lambda: ["m"],
     "check_error": lambda: [0], "device": lambda: [1], "get_stream_from_external": lambda: [0],
     "range": lambda: ["r"], "range_end": lambda: [0], "set_cublaslt_requested_algo_count": lambda: [1],
     "range_push": lambda: ["r"], "range_start": lambda: ["r"], "set_stream": lambda: [None],

@@ -66,17 +66,15 @@ class VirtualGPU:
             if not self.allocator.device.take_context(min(self.spec.context, self.memory // 8)):
                 raise errors.no_room_for_context()
 
-    def allocate(self, nbytes: int, owner: object, stream: int | None = None) -> Block:
-        """Allocate a block that lives as long as `owner`, on a stream (None: the current one). Raises OutOfMemory."""
+    def allocate(self, nbytes: int, owner: object) -> Block:
+        """Allocate a block that lives as long as `owner`, on the current stream. Raises OutOfMemory."""
         allocator = self.allocator
         if self.machine.is_in_bad_fork:
             raise errors.not_initialized()
         if not allocator.device.context:
             self.start_context()
         try:
-            if stream is None:
-                stream = self.stream if self.streams else 0
-            return allocator.malloc(nbytes, stream, owner)
+            return allocator.malloc(nbytes, self.stream if self.streams else 0, owner)
         except OutOfMemory as error:
             error.gpu = self
             raise
@@ -109,7 +107,7 @@ class VirtualMachine:
         self.is_in_bad_fork = False  # with `refuse_forks`, whether the parent of this process had used CUDA
         self.options: Options | None = None  # of all allocators; None before CUDA's start
         self.first_options: Callable[[], Options] = Options  # what they are at CUDA's start
-        self.start_in_child: Callable[[Settings], None] | None = None  # by `switch`, which lies above
+        self.start_in_child: Callable[..., None] | None = None  # by `switch`, which lies above
         self.history: Any = None  # of the memory, a `snapshots.history.Recorder` per GPU; made at the first use
         self._local = _Current()
 

@@ -102,17 +102,14 @@ class virtual_gpus:
 virtual_gpus.__doc__ = str(virtual_gpus.__doc__).replace("    Raises ", f"{described()}\n\n    Raises ")
 
 
-def start(settings: Settings) -> None:
-    """Switch on the GPUs of `settings`. A spawned process calls this function by name (see `features.processes`)."""
-    virtual_gpus(**settings.arguments()).start()
+def start(**settings: Any) -> None:
+    """Switch on GPUs before a program that may set CUDA_VISIBLE_DEVICES in its first lines.
 
-
-def start_inherited(settings: dict[str, Any]) -> None:
-    """Switch on what the parent of this process offers. Its `sitecustomize` calls this once torch has been imported."""
-    virtual_gpus(**settings).start()
-    inherited = active()
-    assert inherited is not None
-    inherited.look_again()  # the program may set CUDA_VISIBLE_DEVICES in its first lines
+    Spawned processes (see `features.processes`) and `sitecustomize` in those that inherit GPUs call it by name.
+    """
+    made = virtual_gpus(**settings)
+    made.start()
+    cast(VirtualMachine, made._machine).look_again()
 
 
 active_machine = active  # for tools that draw or explain it
@@ -125,5 +122,5 @@ def renew_inherited() -> None:
     """
     inherited = active()
     if inherited is not None and inherited.registry is not None and inherited.registry.made_by != os.getpid():
-        start(inherited.settings)
+        virtual_gpus(**inherited.settings.arguments()).start()
         machine.remove(inherited)

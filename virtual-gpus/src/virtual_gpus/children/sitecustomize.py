@@ -45,9 +45,9 @@ def _switch_on():
     ours = [module for name, module in sys.modules.copy().items() if name.startswith("virtual_gpus.")]
     if not any(getattr(module.__spec__, "_initializing", False) for module in ours):
         _import_package()
-        from virtual_gpus.switch import start_inherited
+        from virtual_gpus.switch import start
 
-        start_inherited(_facts["settings"])
+        start(**_facts["settings"])
 
 
 class _AfterTorch:

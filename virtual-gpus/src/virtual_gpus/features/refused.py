@@ -15,7 +15,8 @@ from virtual_gpus.patches import table
 
 _HOST = ("host_memory_stats", "host_memory_stats_as_nested_dict", "reset_accumulated_host_memory_stats",
          "reset_peak_host_memory_stats")  # fmt: skip
-_ALLOCATORS = ("CUDAPluggableAllocator", "change_current_allocator")
+_ALLOCATORS = ("CUDAPluggableAllocator", "change_current_allocator", "caching_allocator_alloc",
+               "caching_allocator_delete", "caching_allocator_enable")  # fmt: skip
 _GRAPHS = ("CUDAGraph", "graph", "make_graphed_callables", "graph_pool_handle", "export_dot", "export_graph_data")
 _WORKSPACES = ("cublas_workspace_size", "cublaslt_workspace_size", "blas_workspace_size")
 _POOLS = ("MemPool", "use_mem_pool")

@@ -21,6 +21,8 @@ METRICS = (
 )
 EVENTS = ("num_alloc_retries", "num_ooms", "num_sync_all_streams", "num_device_alloc", "num_device_free")
 
+# By metric: that of blocks which are used or wait for another stream, and the counter of those that wait.
+_ACTIVE = {"allocation": ("active", "waiting"), "allocated_bytes": ("active_bytes", "waiting_bytes")}
 _KINDS = ("", "_up", "_peak")  # what is there, all that was ever added, the most that was ever there
 _KIB, _MIB, _GIB = 1 << 10, 1 << 20, 1 << 30
 
@@ -41,21 +43,6 @@ class Tally:
         for name in METRICS:
             for kind in _KINDS:
                 setattr(self, name + kind, 0)
-
-    @property
-    def active(self) -> int:
-        """Blocks that are used or wait."""
-        return self.allocation + self.waiting
-
-    @property
-    def active_bytes(self) -> int:
-        """Bytes in blocks that are used or wait."""
-        return self.allocated_bytes + self.waiting_bytes
-
-    def raise_active_peaks(self, blocks: int, nbytes: int) -> None:
-        """Lift the peaks of `active` and `active_bytes` to these figures."""
-        self.active_peak = max(self.active_peak, blocks)
-        self.active_bytes_peak = max(self.active_bytes_peak, nbytes)
 
     def recount(self, used: list, waiting: list, segments: list, free: list) -> None:
         """Set the counters to what is there, keeping current = added - taken away."""
@@ -87,10 +74,6 @@ class Stat:
         self.up += max(by, 0)
         self.peak = max(self.peak, self.current)
 
-    def drop_peak(self) -> None:
-        """Let the peak start again from the present value."""
-        self.peak = self.current
-
     def entry(self) -> dict[str, int]:
         """As torch.cuda.memory_stats_as_nested_dict lists it."""
         return {"current": self.current, "peak": self.peak, "allocated": self.up, "freed": self.up - self.current}
@@ -110,21 +93,22 @@ def _entry(small, large, peak):
     first = {"current": now, "peak": small_peak, "allocated": up, "freed": up - now}
     now, large_peak, up = large
     second = {"current": now, "peak": large_peak, "allocated": up, "freed": up - now}
-    total = {
-        "current": first["current"] + now,
-        "peak": peak,
-        "allocated": first["allocated"] + second["allocated"],
-        "freed": first["freed"] + second["freed"],
-    }
+    total = {key: first[key] + second[key] for key in first} | {"peak": peak}
     return {"all": total, "small_pool": first, "large_pool": second}
 
 
-def _active_entry(name, like, small, large, both):
+def _active(tally, like):
+    """The blocks of a tally that are used or wait ("allocation"), or their bytes."""
+    return getattr(tally, like) + getattr(tally, _ACTIVE[like][1])
+
+
+def _active_entry(like, small, large, both):
     """`active` goes up as `allocation` does and comes down later, where a block waits for another stream."""
+    name = _ACTIVE[like][0]
 
     def figures(tally):
         peak = max(getattr(tally, like + "_peak"), getattr(tally, name + "_peak"))
-        return getattr(tally, name), peak, getattr(tally, like + "_up")
+        return _active(tally, like), peak, getattr(tally, like + "_up")
 
     return _entry(figures(small), figures(large), max(getattr(both, like + "_peak"), getattr(both, name + "_peak")))
 
@@ -187,10 +171,10 @@ class AllocatorStats:
             self._note_active_peaks()
 
     def _note_active_peaks(self) -> None:
-        small, large = self.small, self.large
-        small.raise_active_peaks(small.active, small.active_bytes)
-        large.raise_active_peaks(large.active, large.active_bytes)
-        self.both.raise_active_peaks(small.active + large.active, small.active_bytes + large.active_bytes)
+        for like, (name, _) in _ACTIVE.items():
+            small, large = _active(self.small, like), _active(self.large, like)
+            for tally, now in ((self.small, small), (self.large, large), (self.both, small + large)):
+                setattr(tally, name + "_peak", max(getattr(tally, name + "_peak"), now))
 
     def _raise_peaks(self, names: Iterable[str], tally: Tally) -> None:
         """Lift the peaks of metrics of one tally, and of the two together, to the present values."""
@@ -239,8 +223,8 @@ class AllocatorStats:
         for tally in (self.small, self.large, self.both):
             tally.active_peak = tally.active_bytes_peak = 0
         self._note_active_peaks()
-        self.oversize_allocations.drop_peak()
-        self.oversize_segments.drop_peak()
+        for stat in (self.oversize_allocations, self.oversize_segments):
+            stat.peak = stat.current
         self.rising = False
 
     def reset_accumulated(self) -> None:
@@ -272,8 +256,7 @@ class AllocatorStats:
         self.note_peaks()
         small, large, both = self.small, self.large, self.both
         stats = dict(zip(METRICS, map(_entry, _figures(small), _figures(large), _peaks(both)), strict=False))
-        stats["active"] = _active_entry("active", "allocation", small, large, both)
-        stats["active_bytes"] = _active_entry("active_bytes", "allocated_bytes", small, large, both)
+        stats |= {name: _active_entry(like, small, large, both) for like, (name, _) in _ACTIVE.items()}
         stats["oversize_allocations"] = self.oversize_allocations.entry()
         stats["oversize_segments"] = self.oversize_segments.entry()
         return stats

@@ -99,8 +99,7 @@ class Generator(torch._C.Generator, metaclass=_AnyGenerator):
     def set_state(self, new_state: torch.Tensor) -> Generator:
         """Go on from a state of `get_state`, or from a seed and an offset. Raises RuntimeError for another size."""
         if self._device.type != "cuda":
-            self.set_raw_state(new_state)
-            return self
+            return torch._C.Generator.set_state(self, new_state)
         if new_state.dtype != torch.uint8 or gpu_of(new_state) is not None:
             raise TypeError("RNG state must be a torch.ByteTensor")
         if new_state.numel() not in (_STATE_BYTES, _STATE_BYTES // 2):  # without an offset, it is 0
@@ -112,7 +111,7 @@ class Generator(torch._C.Generator, metaclass=_AnyGenerator):
         if raw is None:
             torch._C.Generator.manual_seed(self, _mixed(seed, offset))
         else:
-            self.set_raw_state(raw)
+            torch._C.Generator.set_state(self, raw)
         self._seed, self._offset = seed, offset
         return self
 
@@ -131,18 +130,9 @@ class Generator(torch._C.Generator, metaclass=_AnyGenerator):
     graphsafe_get_state = refusing("torch.Generator.graphsafe_get_state")
     graphsafe_set_state = refusing("torch.Generator.graphsafe_set_state")
 
-    def advance(self, elements: int, multiprocessors: int) -> None:
-        """Count a kernel that drew `elements` numbers, as `calc_execution_policy` in DistributionTemplates.h does."""
-        blocks = min(multiprocessors * _BLOCKS_PER_MULTIPROCESSOR, -(-elements // _THREADS_PER_BLOCK)) or 1
-        self._offset += _PER_CALL * max(1, -(-elements // (blocks * _THREADS_PER_BLOCK * _PER_CALL)))
-
     def raw_state(self) -> torch.Tensor:
         """The state of the CPU's algorithm."""
         return torch._C.Generator.get_state(self)
-
-    def set_raw_state(self, state: torch.Tensor) -> None:
-        """Set the state of the CPU's algorithm."""
-        torch._C.Generator.set_state(self, state)
 
 
 def is_state(tensor: torch.Tensor) -> bool:
@@ -170,10 +160,14 @@ def _mixed(seed: int, offset: int) -> int:
 
 
 def count_draws(generator: torch.Generator, elements: int, multiprocessors: int = 1) -> None:
-    """Let the offset of a GPU's generator follow a kernel that drew `elements` numbers."""
+    """Let the offset of a GPU's generator follow a kernel that drew `elements` numbers.
+
+    As `calc_execution_policy` in DistributionTemplates.h does.
+    """
     made = _generators.get(generator._cdata)
     if made is not None:
-        made.advance(elements, multiprocessors)
+        blocks = min(multiprocessors * _BLOCKS_PER_MULTIPROCESSOR, -(-elements // _THREADS_PER_BLOCK)) or 1
+        made._offset += _PER_CALL * max(1, -(-elements // (blocks * _THREADS_PER_BLOCK * _PER_CALL)))
 
 
 def default_generator(gpu: VirtualGPU) -> Generator:

@@ -1,4 +1,4 @@
-"""torch.cuda's questions about the machine: how many GPUs, which one is current, what they are."""
+"""torch.cuda's questions about the machine: how many GPUs, which one is current, what they are, their generators."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 from virtual_gpus.dispatch.mode import enter_thread
 from virtual_gpus.machine import VirtualGPU, active, find_gpu
 from virtual_gpus.patches.table import in_package
+from virtual_gpus.placement.random_numbers import Generator, default_generator
 
 
 def gpu_at(device=None, initialize: bool = True) -> VirtualGPU:
@@ -153,6 +154,19 @@ def device_memory_used(device=None) -> int:
     return gpu_at(device, initialize=False).allocator.device.used_by_all
 
 
+class DefaultGenerators:
+    """torch.cuda.default_generators: one per visible GPU. PyTorch's own torch.cuda.random stands on them."""
+
+    def __len__(self) -> int:
+        return len(active().gpus)
+
+    def __getitem__(self, index: int) -> Generator:
+        return default_generator(active().gpus[index])
+
+    def __iter__(self):
+        return (default_generator(gpu) for gpu in active().gpus)
+
+
 def patches():
     """See `features`."""
     functions = (is_available, device_count, is_initialized, init, _lazy_init, _lazy_call, current_device, set_device,
@@ -162,5 +176,7 @@ def patches():
                  device_memory_used)  # fmt: skip
     return in_package("torch.cuda", *functions, _maybe_exchange_device=_exchange_device) + [
         (torch._C, "_cuda_setDevice", set_device),
+        (torch, "Generator", Generator),
+        (torch.cuda, "default_generators", DefaultGenerators()),
         (torch.cuda, "_initialized", False),  # checkpointing asks this before it keeps the generators' states
     ]

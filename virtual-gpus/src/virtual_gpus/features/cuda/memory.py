@@ -4,13 +4,8 @@ from __future__ import annotations
 
 import os
 
-import torch
-
-from virtual_gpus import errors
-from virtual_gpus.entrance import entrance
 from virtual_gpus.features.cuda.devices import gpu_at
-from virtual_gpus.machine import VirtualGPU, active
-from virtual_gpus.memory.allocator import Block
+from virtual_gpus.machine import active
 from virtual_gpus.patches.table import in_package
 
 
@@ -72,37 +67,8 @@ def get_allocator_backend() -> str:
     return "native"
 
 
-_raw_blocks: dict[int, tuple[VirtualGPU, Block]] = {}  # by address
-
-
-@entrance
-def _cuda_cudaCachingAllocator_raw_alloc(nbytes: int, stream: int) -> int:
-    """Behind `torch.cuda.caching_allocator_alloc`: the address of a block of the current GPU."""
-    gpu = gpu_at()
-    block = gpu.allocate(nbytes, None, stream)
-    _raw_blocks[block.address] = gpu, block
-    return block.address
-
-
-def _cuda_cudaCachingAllocator_raw_delete(address: int) -> None:
-    """Behind `torch.cuda.caching_allocator_delete`."""
-    if address not in _raw_blocks:
-        raise RuntimeError(f"invalid device pointer: {address:#x}")
-    gpu, block = _raw_blocks.pop(address)
-    gpu.allocator.free(block)
-
-
-def _cuda_cudaCachingAllocator_enable(value: bool) -> None:
-    """Behind `torch.cuda.caching_allocator_enable`. The cache is always on."""
-    if not value:
-        raise errors.not_modelled("torch.cuda.caching_allocator_enable(False)")
-
-
 def patches():
     """See `features`."""
-    raw = (_cuda_cudaCachingAllocator_raw_alloc, _cuda_cudaCachingAllocator_raw_delete,
-           _cuda_cudaCachingAllocator_enable)  # fmt: skip
-    rows = in_package("torch.cuda", memory_stats_as_nested_dict, reset_peak_memory_stats, empty_cache, mem_get_info,
+    return in_package("torch.cuda", memory_stats_as_nested_dict, reset_peak_memory_stats, empty_cache, mem_get_info,
                        reset_accumulated_memory_stats, set_per_process_memory_fraction,
                        get_per_process_memory_fraction, list_gpu_processes, get_allocator_backend)  # fmt: skip
-    return rows + [(torch._C, function.__name__, function) for function in raw]

@@ -19,7 +19,6 @@ from collections.abc import Callable
 from virtual_gpus.dispatch.mode import in_mode
 from virtual_gpus.machine import VirtualMachine, active
 from virtual_gpus.processes.shared_memory import FOLDER
-from virtual_gpus.settings import Settings
 
 _raw_preparation = multiprocessing.spawn.get_preparation_data
 _MAIN = ("init_main_from_name", "init_main_from_path")
@@ -34,7 +33,7 @@ class _FirstOfAll:
     """Unpickling goes from left to right: this switches the GPUs on before it comes to classes of the main program."""
 
     def __init__(self, machine: VirtualMachine, main: dict):
-        self._arguments = (machine.start_in_child, machine.settings, main, os.environ.get(FOLDER))
+        self._arguments = (machine.start_in_child, machine.settings.arguments(), main, os.environ.get(FOLDER))
 
     def __reduce__(self):
         return _switch_on, self._arguments
@@ -47,11 +46,10 @@ def _reduce_process(self, protocol):
     return (_rebuild_process, (_FirstOfAll(active(), main), make, arguments), *rest)
 
 
-def _switch_on(start: Callable[[Settings], None], settings: Settings, main: dict, folder: str | None) -> None:
+def _switch_on(start: Callable[..., None], settings: dict, main: dict, folder: str | None) -> None:
     if folder is not None:
         os.environ[FOLDER] = folder  # a fork server's children have the environment of its start, with another folder
-    start(settings)
-    active().look_again()
+    start(**settings)
     if "init_main_from_name" in main:
         multiprocessing.spawn._fixup_main_from_name(main["init_main_from_name"])
     elif "init_main_from_path" in main:

@@ -18,6 +18,8 @@ from itertools import repeat
 
 import torch
 
+from virtual_gpus.memory.allocator import Owner
+
 _HERE = str(pathlib.Path(__file__).parents[2]) + os.sep  # the package
 _gather = torch._C._profiler.gather_traceback
 # What lies between two frames of this package belongs to it as well: how it calls operators and its own contexts.
@@ -83,12 +85,6 @@ def _symbolized(stacks: list) -> list[list[dict]]:
             del torch._inductor
 
 
-class _Mark(weakref.ref):
-    """A weak reference that knows the `address` of the block that dies with what it refers to."""
-
-    __slots__ = ("address",)
-
-
 class Deaths:
     """When and where things died.
 
@@ -107,7 +103,7 @@ class Deaths:
 
     def watch(self, thing: object, address: int) -> None:
         """Note the death of `thing`, whose block is at `address`. Forgets who was watched under that address."""
-        mark = _Mark(thing, self._notes.append)
+        mark = Owner(thing, self._notes.append)
         mark.address = address
         self._watched[address] = mark, weakref.ref(thing, self._note_moment)
 
