@@ -27,12 +27,6 @@ from virtual_gpus.processes.shared_memory import FOLDER, SharedMemoryRegistry
 from virtual_gpus.settings import Settings
 
 
-class _Current(threading.local):
-    """The index of each thread's current GPU."""
-
-    index = 0
-
-
 class VirtualGPU:
     """One GPU: its number among the visible GPUs (`index`), its number in the machine (`slot`), its spec and memory."""
 
@@ -61,10 +55,13 @@ class VirtualGPU:
 
         Raises CUDA's error if other processes have left too little memory.
         """
-        if not self.allocator.device.context:
+        device = self.allocator.device
+        if not device.context:
             self.machine.start_cuda()
-            if not self.allocator.device.take_context(min(self.spec.context, self.memory // 8)):
+            context = min(self.spec.context, self.memory // 8)
+            if not device.has_room(context):
                 raise errors.no_room_for_context()
+            device.context = context
 
     def allocate(self, nbytes: int, owner: object) -> Block:
         """Allocate a block that lives as long as `owner`, on the current stream. Raises OutOfMemory."""
@@ -109,7 +106,7 @@ class VirtualMachine:
         self.first_options: Callable[[], Options] = Options  # what they are at CUDA's start
         self.start_in_child: Callable[..., None] | None = None  # by `switch`, which lies above
         self.history: Any = None  # of the memory, a `snapshots.history.Recorder` per GPU; made at the first use
-        self._local = _Current()
+        self._local = threading.local()  # `index`: that of each thread's current GPU
 
     @functools.cached_property
     def gpus(self) -> list[VirtualGPU]:
@@ -155,7 +152,7 @@ class VirtualMachine:
     @property
     def current(self) -> int:
         """Index of this thread's current GPU; every thread starts at 0, as in CUDA."""
-        return self._local.index
+        return getattr(self._local, "index", 0)
 
     @current.setter
     def current(self, index: int) -> None:

@@ -63,11 +63,6 @@ class DeviceMemory:
         own, others = self.exchange(self.used_bytes)
         return self.capacity - self.other - own - sum(others.values())
 
-    @property
-    def used_by_all(self) -> int:
-        """What nvidia-smi shows for the GPU: `used_bytes`, and those of other processes."""
-        return self.capacity - self.free_bytes
-
     def has_room(self, nbytes: int) -> bool:
         """True if the GPU has `nbytes` left; other processes cannot have them then."""
         most = self.capacity - self.other
@@ -77,13 +72,6 @@ class DeviceMemory:
     def others(self) -> list[tuple[int, int]]:
         """(process id, bytes) of each other process on the GPU."""
         return sorted(self.exchange(self.used_bytes)[1].items())
-
-    def take_context(self, nbytes: int) -> bool:
-        """Let a CUDA context have `nbytes` bytes; False if others left too little."""
-        room = self.has_room(nbytes)
-        if room:
-            self.context = nbytes
-        return room
 
     # ---- taking and giving back
 

@@ -14,16 +14,6 @@ from virtual_gpus.memory.stats import format_size
 _STATES = {FREE: "inactive", WAITING: "active_pending_free"}  # all others: "active_allocated"
 
 
-def _block_entry(block: Block) -> dict:
-    return {
-        "address": block.address,
-        "size": block.size,
-        "requested_size": block.requested if block.state else 0,
-        "state": _STATES.get(block.state, "active_allocated"),
-        "frames": [],
-    }
-
-
 def segment_entries(blocks: Iterable[Block], device: int) -> list[dict]:
     """The segments of all used and free `blocks`, by address, as `torch.cuda.memory_snapshot` lists them.
 
@@ -36,7 +26,10 @@ def segment_entries(blocks: Iterable[Block], device: int) -> list[dict]:
 def _segment_entry(head: Block, device: int) -> dict:
     blocks, block = [], head
     while block is not None and block.state != UNMAPPED:
-        blocks.append(_block_entry(block))
+        state = _STATES.get(block.state, "active_allocated")
+        requested = block.requested if block.state else 0
+        blocks.append({"address": block.address, "size": block.size, "requested_size": requested, "state": state,
+                       "frames": []})  # fmt: skip
         block = block.next
     active = [entry for entry in blocks if entry["state"] != "inactive"]
     return {

@@ -34,13 +34,11 @@ def is_initialized() -> bool:
     return active().is_initialized
 
 
-def init() -> None:
-    """Count CUDA as used. Virtual GPUs have nothing to start."""
-    _lazy_init()
-
-
 def _lazy_init() -> None:
-    """C++ calls this when it parses device="cuda"; also the moment to make this thread's operators visible."""
+    """Count CUDA as used, since virtual GPUs have nothing to start; the moment to make this thread's operators visible.
+
+    It also stands for torch.cuda.init. C++ calls it when it parses device="cuda".
+    """
     gpu_at()
 
 
@@ -139,19 +137,18 @@ def _is_in_bad_fork() -> bool:
 
 
 def utilization(device=None) -> int:
-    """Percent of the last modelled second in which the GPU ran kernels; 0 once nothing came for a second."""
+    """Percent of the last modelled second in which the GPU ran kernels; 0 once nothing came for a second.
+
+    It also stands for torch.cuda.memory_usage, since all kernels read or write memory.
+    """
     gpu = gpu_at(device, initialize=False)
     return round(100 * gpu.machine.load(gpu))
 
 
-def memory_usage(device=None) -> int:
-    """Percent of the last modelled second in which the GPU's memory was read or written: in all of its kernels."""
-    return utilization(device)
-
-
 def device_memory_used(device=None) -> int:
     """Bytes in use as the driver sees them: reserved memory and contexts, of all processes."""
-    return gpu_at(device, initialize=False).allocator.device.used_by_all
+    gpu = gpu_at(device, initialize=False)
+    return gpu.memory - gpu.allocator.device.free_bytes
 
 
 class DefaultGenerators:
@@ -169,12 +166,12 @@ class DefaultGenerators:
 
 def patches():
     """See `features`."""
-    functions = (is_available, device_count, is_initialized, init, _lazy_init, _lazy_call, current_device, set_device,
-                 synchronize, _exchange_device, get_device_properties,
-                 can_device_access_peer, is_bf16_supported, is_tf32_supported, get_arch_list, ipc_collect,
-                 _is_in_bad_fork, utilization, memory_usage,
+    functions = (is_available, device_count, is_initialized, _lazy_init, _lazy_call, current_device, set_device,
+                 synchronize, _exchange_device, get_device_properties, can_device_access_peer, is_bf16_supported,
+                 is_tf32_supported, get_arch_list, ipc_collect, _is_in_bad_fork, utilization,
                  device_memory_used)  # fmt: skip
-    return in_package("torch.cuda", *functions, _maybe_exchange_device=_exchange_device) + [
+    others = {"init": _lazy_init, "memory_usage": utilization, "_maybe_exchange_device": _exchange_device}
+    return in_package("torch.cuda", *functions, **others) + [
         (torch._C, "_cuda_setDevice", set_device),
         (torch, "Generator", Generator),
         (torch.cuda, "default_generators", DefaultGenerators()),

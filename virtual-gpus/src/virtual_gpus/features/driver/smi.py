@@ -10,12 +10,6 @@ from virtual_gpus.driver.nvidia_smi import GPUView, query_gpus
 from virtual_gpus.machine import VirtualGPU, active
 
 
-def look() -> list[GPUView]:
-    """All GPUs of the machine, hidden ones too, as the driver shows them."""
-    machine = active()
-    return [] if machine is None else [_view(gpu) for gpu in machine.slots]
-
-
 def _view(gpu: VirtualGPU) -> GPUView:
     device = gpu.allocator.device
     processes = device.others()
@@ -32,7 +26,8 @@ class _NvidiaSmi:
         self._names, self._form = (option.partition("=")[2].split(",") for option in (query, form))
 
     def communicate(self) -> tuple[bytes, None]:
-        lines = query_gpus(look(), self._names, self._form)
+        gpus = [_view(gpu) for gpu in active().slots]  # hidden ones too
+        lines = query_gpus(gpus, self._names, self._form)
         return "".join(line + os.linesep for line in lines).encode(), None
 
 
