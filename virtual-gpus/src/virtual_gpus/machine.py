@@ -7,7 +7,6 @@ has a clock and the topology of its links.
 from __future__ import annotations
 
 import functools
-import json
 import os
 import threading
 import time
@@ -195,9 +194,8 @@ class VirtualMachine:
 
     def facts(self) -> dict[str, Any]:
         """What a child needs to know to have the same GPUs, as JSON can say it."""
-        gpus = [[gpu.spec.name, gpu.uuid, gpu.memory, list(gpu.spec.capability)] for gpu in self.slots]
-        settings = json.loads(json.dumps(self.settings.arguments()))
-        return {"settings": settings, "machine": self.registry_name(), "gpus": gpus}
+        gpus = [[gpu.spec.name, gpu.uuid, gpu.memory, gpu.spec.capability] for gpu in self.slots]
+        return {"settings": self.settings.arguments(), "machine": self.registry_name(), "gpus": gpus}
 
     def registry_name(self) -> str:
         """A text that is equal only for machines with the same number, kind and memory of GPUs."""
