@@ -7,7 +7,7 @@ from multiprocessing.pool import ThreadPool
 
 import torch
 from torch.utils.data import DataLoader, TensorDataset
-from virtual_gpus import virtual_gpus
+from virtual_gpus import active_machine, virtual_gpus
 
 
 def test_new_threads_and_pools_see_the_gpus_and_have_a_current_one_of_their_own():
@@ -40,6 +40,21 @@ NAMED = {
     "set_device": lambda: (torch.cuda.set_device(1), torch.ones(2).cuda())[1],
     "generator": lambda: torch.rand(2, device="cuda:1", generator=torch.Generator("cuda:1")),
 }
+
+
+def test_a_thread_begins_on_the_default_stream_also_with_the_number_of_one_that_has_ended():
+    seen = []
+
+    def work():
+        seen.append(active_machine().gpus[0].stream)
+        torch.cuda.set_stream(torch.cuda.Stream())
+
+    with virtual_gpus(1):
+        for _ in range(4):
+            thread = threading.Thread(target=work)
+            thread.start()
+            thread.join()
+    assert seen == [0] * 4
 
 
 def test_an_old_thread_joins_when_it_first_names_a_gpu_and_one_of_a_pool_for_every_call():

@@ -26,6 +26,14 @@ from virtual_gpus.processes.shared_memory import FOLDER, SharedMemoryRegistry
 from virtual_gpus.settings import Settings
 
 
+class _OfThread(threading.local):
+    """What a GPU has for each thread: its current stream (None: the default one), and its changes of streams."""
+
+    def __init__(self) -> None:
+        self.stream, self.stream_id = None, 0
+        self.changes: list[tuple[int, Any]] = []  # see `features.streams`
+
+
 class VirtualGPU:
     """One GPU: its number among the visible GPUs (`index`), its number in the machine (`slot`), its spec and memory."""
 
@@ -41,13 +49,13 @@ class VirtualGPU:
         self.generator = None  # made on first use, with torch (see random_numbers)
         self.blas = None  # likewise (see `features.blas.products`)
         self.cudnn: dict[tuple, int] = {}  # bytes of the workspaces so far (see `features.conv.convolutions`)
-        self.streams: dict[int, int] = {}  # thread -> its current stream here, where that is not the default one
+        self.of_thread = _OfThread()
         self.uuid = f"GPU-00000000-0000-4000-8000-{slot:012d}"
 
     @property
     def stream(self) -> int:
         """The current stream of this thread on this GPU. 0 is the default stream. Every block belongs to a stream."""
-        return self.streams.get(threading.get_ident(), 0)
+        return self.of_thread.stream_id
 
     def start_context(self) -> None:
         """Count the memory of the CUDA context, which a real GPU allocates when a process first uses it.
@@ -70,7 +78,7 @@ class VirtualGPU:
         if not allocator.device.context:
             self.start_context()
         try:
-            return allocator.malloc(nbytes, self.stream if self.streams else 0, owner)
+            return allocator.malloc(nbytes, self.of_thread.stream_id, owner)
         except OutOfMemory as error:
             error.gpu = self
             raise

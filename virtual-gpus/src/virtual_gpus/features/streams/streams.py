@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import bisect
 import itertools
-import threading
 
 import torch
 
@@ -20,17 +19,6 @@ from virtual_gpus.patches.table import in_package
 
 _ids = itertools.count(1)
 _CUDA = 1  # c10::DeviceType::CUDA
-
-
-class _OfThread(threading.local):
-    """By (machine id, GPU index): this thread's stream, and its changes of streams, see `_note`."""
-
-    def __init__(self) -> None:
-        self.streams: dict[tuple[int, int], Stream] = {}
-        self.changes: dict[tuple[int, int], list[tuple[int, Stream | None]]] = {}
-
-
-_thread = _OfThread()
 
 
 class Stream:
@@ -205,7 +193,7 @@ def default_stream(device=None) -> Stream:
 def current_stream(device=None) -> Stream:
     """This thread's stream on a GPU."""
     gpu = gpu_at(device)
-    return _thread.streams.get((id(gpu.machine), gpu.index)) or default_stream(gpu.index)
+    return gpu.of_thread.stream or default_stream(gpu.index)
 
 
 def set_stream(stream: Stream | None) -> None:
@@ -217,11 +205,8 @@ def set_stream(stream: Stream | None) -> None:
 
 def make_current(gpu: VirtualGPU, stream: Stream) -> None:
     """Make `stream` this thread's stream on `gpu`."""
-    _thread.streams[id(gpu.machine), gpu.index] = stream
-    gpu.streams.pop(threading.get_ident(), None)
-    if stream.stream_id:
-        gpu.streams[threading.get_ident()] = stream.stream_id
-    _note(gpu, stream if stream.stream_id else None)
+    gpu.of_thread.stream, gpu.of_thread.stream_id = stream if stream.stream_id else None, stream.stream_id
+    _note(gpu)
 
 
 def _cuda_setStream(stream_id: int, device_index: int, device_type: int = _CUDA) -> None:
@@ -234,13 +219,6 @@ def is_current_stream_capturing() -> bool:
     return False
 
 
-def stop(machine) -> None:
-    """Drop this thread's streams of a machine that goes off."""
-    for table in (_thread.streams, _thread.changes):
-        for key in [key for key in table if key[0] == id(machine)]:
-            del table[key]
-
-
 # ---- which stream a node of autograd belongs to ---------------------------------------------------------------------
 
 # C++ numbers the nodes of a thread in the order in which they are made. So each change of the current stream is noted
@@ -249,10 +227,9 @@ _next_number = torch._C._autograd._get_sequence_nr
 _KEPT = 4096  # changes per GPU: older nodes belong to the default stream
 
 
-def _note(gpu: VirtualGPU, stream: Stream | None) -> None:
+def _note(gpu: VirtualGPU) -> None:
     """Note the next node's number, and the stream from then on (None: the default one)."""
-    changes = _thread.changes.setdefault((id(gpu.machine), gpu.index), [])
-    number = _next_number()
+    changes, stream, number = gpu.of_thread.changes, gpu.of_thread.stream, _next_number()
     if changes and changes[-1][0] == number:
         changes.pop()  # no node was made meanwhile
     if (changes[-1][1] if changes else None) != stream:
@@ -263,12 +240,12 @@ def _note(gpu: VirtualGPU, stream: Stream | None) -> None:
 
 def have_changed() -> bool:
     """True if this thread may have made nodes on a stream other than the default one, or is on one now."""
-    return any(_thread.changes.values())
+    return any(gpu.of_thread.changes for gpu in active().slots)
 
 
 def stream_of_node(gpu: VirtualGPU, number: int) -> Stream:
     """The stream of `gpu` that was current when this thread made the node of that number."""
-    changes = _thread.changes.get((id(gpu.machine), gpu.index), ())
+    changes = gpu.of_thread.changes
     index = bisect.bisect_right(changes, number, key=lambda change: change[0])
     stream = changes[index - 1][1] if index else None
     return default_stream(gpu.index) if stream is None else stream
