@@ -9,12 +9,16 @@ autograd graph. When the record of a storage on a GPU goes, its block goes back 
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 
 import torch
 
 from virtual_gpus.machine import VirtualGPU, active
 from virtual_gpus.threads import this_thread
 
+_META, _CPU = torch.device("meta"), torch.device("cpu")
+# Not `torch`'s, which are patches while GPUs are on.
+_empty, _empty_strided = torch._C._VariableFunctions.empty, torch._C._VariableFunctions.empty_strided
 RAW_DEVICE = torch._C.TensorBase.device.__get__  # as C++ sees it: cpu or meta
 
 
@@ -250,6 +254,21 @@ def put(tensor: torch.Tensor, allocation: StorageAllocation) -> torch.Tensor:
     if races is not None:
         races.kernel("a kernel", (), [tensor])
     return tensor
+
+
+def empty_in(
+    allocation: StorageAllocation | None, shape: Sequence[int], dtype: torch.dtype, strides: Sequence[int] | None = None
+) -> torch.Tensor:
+    """A tensor in a block that was taken before, packed unless `strides` are given. None: on the host.
+
+    No dispatch mode sees it. Nothing is written, so a CPU gives no memory for it either.
+    """
+    device = _META if allocation is not None and allocation.gpu.machine.shapes_only else _CPU
+    if strides is None:
+        made = _empty(shape, dtype=dtype, device=device)
+    else:
+        made = _empty_strided(shape, strides, dtype=dtype, device=device)
+    return made if allocation is None else put(made, allocation)
 
 
 def place(tensor: torch.Tensor, gpu: VirtualGPU) -> torch.Tensor:

@@ -10,11 +10,10 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import _len_torch_dispatch_stack
 
 from virtual_gpus.dispatch.op_call import OpCall
 from virtual_gpus.dispatch.timing import charge_attention
@@ -23,11 +22,10 @@ from virtual_gpus.features.attention.choice import CUDNN, EFFICIENT, FLASH, HALF
 from virtual_gpus.features.attention.numbers import Numbers
 from virtual_gpus.machine import VirtualGPU
 from virtual_gpus.placement.random_numbers import count_draws, default_generator
-from virtual_gpus.placement.storages import put
+from virtual_gpus.placement.storages import empty_in, put
 from virtual_gpus.threads import below, seen
 
 _AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCUDA)
-_PADDED = 32  # the memory-efficient kernel writes a multiple of so many logarithms per head
 KERNELS: dict[int, type[memory.Kernel]] = {CUDNN: memory.Cudnn, FLASH: memory.Flash, EFFICIENT: memory.Efficient}
 
 
@@ -45,35 +43,34 @@ def _forward(backend: int, call: OpCall) -> tuple[Any, ...]:
     kernel, numbers = _kernel(backend, call, bias, trains)
     of_out, of_lse, of_seeds = kernel.forward()
     charge_attention(gpu, kernel.name, query, key, value, numbers)
-    with unseen():
-        seed = _draw(gpu) if numbers.dropout else None
-        strides = kernel.strides(query, shape := (*query.shape[:3], value.shape[3]))
-        if gpu.machine.shapes_only:
-            out, lse = query.new_empty_strided(shape, strides), query.new_empty(shape[:3], dtype=torch.float32)
-        else:
+    seed = offset = lse = None
+    shape = (*query.shape[:3], value.shape[3])
+    strides = kernel.strides(query, shape)
+    if gpu.machine.shapes_only:
+        out = empty_in(of_out, shape, query.dtype, strides)
+    else:
+        with unseen():
+            seed = _draw(gpu) if numbers.dropout else None
             out, lse = numbers.forward(query, key, value, bias, seed)
-            out = _with_strides(out, strides)
-        lse = query.new_empty(0) if lse is None else lse
-        put(out, of_out)
-        if backend == EFFICIENT:
-            seed, offset = (torch.empty((), dtype=torch.int64) if s is None else s for s in (seed, None))  # on the host
-            return out, _padded(lse, of_lse), seed, offset
-        seed, offset = (query.new_empty((), dtype=torch.float64) if s is None else s for s in (seed, None))
-        for number, allocation in zip((seed, offset), of_seeds, strict=True):
-            put(number, allocation)
-        lse = lse.unsqueeze(-1) if backend == CUDNN and lse.dim() == 3 else lse
-        if of_lse is not None:
-            put(lse, of_lse)
-        mask = query.new_empty(0) if backend == FLASH else None  # for debugging
+            out = put(_with_strides(out, strides), of_out)
+            lse = None if lse is None or of_lse is None else put(_shaped(lse, kernel.rows), of_lse)
+    if lse is None:
+        lse = empty_in(of_lse, kernel.rows if of_lse else (0,), torch.float32)
+    if backend == EFFICIENT:
+        return out, lse, *(empty_in(None, (), torch.int64) if s is None else s for s in (seed, offset))  # on the host
+    seed, offset = (
+        empty_in(allocation, (), torch.float64) if number is None else put(number, allocation)
+        for number, allocation in zip((seed, offset), of_seeds, strict=True)
+    )
+    mask = empty_in(None, (0,), query.dtype) if backend == FLASH else None  # for debugging
     return out, lse, None, None, query.shape[2], key.shape[2], seed, offset, mask  # None: of several texts in one
 
 
-def _padded(lse: torch.Tensor, allocation) -> torch.Tensor:
-    if allocation is None:
-        return lse
-    if lse.dim() == 3 and lse.shape[2] % _PADDED:
-        lse = torch.nn.functional.pad(lse, (0, -lse.shape[2] % _PADDED), value=math.inf)
-    return put(lse, allocation)
+def _shaped(lse: torch.Tensor, shape) -> torch.Tensor:
+    """The logarithms (N, heads, rows) with as many rows and dimensions as the kernel gives."""
+    if lse.shape[2] < shape[2]:
+        lse = torch.nn.functional.pad(lse, (0, shape[2] - lse.shape[2]), value=math.inf)
+    return lse.unsqueeze(-1) if len(shape) == 4 else lse
 
 
 def _backward(backend: int, call: OpCall) -> tuple[Any, ...]:
@@ -85,16 +82,18 @@ def _backward(backend: int, call: OpCall) -> tuple[Any, ...]:
         allocations = kernel.backward(gradient, out)
     charge_attention(gpu, f"{kernel.name}_backward", query, key, value, numbers)
     inputs = (query, key, value, bias)[: len(allocations)]
-    with unseen():
-        strides = [kernel.strides(part, part.shape) for part in inputs]
-        if gpu.machine.shapes_only:
-            found = [part.new_empty_strided(part.shape, s) for part, s in zip(inputs, strides, strict=True)]
-        else:
+    strides = [kernel.strides(part, part.shape) for part in inputs]
+    if gpu.machine.shapes_only:
+        found = [
+            empty_in(allocation, part.shape, part.dtype, stride)
+            for part, allocation, stride in zip(inputs, allocations, strides, strict=True)
+        ]
+    else:
+        with unseen():
             lse = call["logsumexp"]
             lse = lse.squeeze(-1) if lse.dim() == 4 else lse[..., : query.shape[2]]
             found = numbers.backward(gradient, query, key, value, bias, out, lse, call["philox_seed"])
-            found = [_with_strides(*pair) for pair in zip(found, strides, strict=False)]
-        found = [put(*pair) for pair in zip(found, allocations, strict=True)]
+            found = [put(_with_strides(*pair), at) for *pair, at in zip(found, strides, allocations, strict=False)]
     return (*found, *[None] * (4 - len(found))) if backend == EFFICIENT else tuple(found)
 
 
@@ -109,14 +108,9 @@ def _kernel(backend: int, call: OpCall, bias, trains: bool) -> tuple[Any, Number
 
 @contextmanager
 def unseen():
-    """The CPU's operators run below the accounting, below autocast, and unless others look on below dispatch modes."""
-    with ExitStack() as stack:
-        if torch.is_autocast_enabled("cuda"):
-            stack.enter_context(torch._C._ExcludeDispatchKeyGuard(_AUTOCAST))
-        if _len_torch_dispatch_stack() <= 1:
-            stack.enter_context(torch._C._DisableTorchDispatch())
-        with below():
-            yield
+    """The CPU's operators run below the accounting and below autocast."""
+    with below(), torch._C._ExcludeDispatchKeyGuard(_AUTOCAST):
+        yield
 
 
 def _with_strides(result, strides):
@@ -126,8 +120,6 @@ def _with_strides(result, strides):
 
 def _draw(gpu: VirtualGPU):
     """A seed from the GPU's generator: one number per call, where CUDA moves its generator's offset on."""
-    if gpu.machine.shapes_only:
-        return None
     generator = default_generator(gpu)
     count_draws(generator, 1)
     return torch.empty((), dtype=torch.int64).random_(generator=generator)

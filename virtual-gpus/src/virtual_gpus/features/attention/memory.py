@@ -9,6 +9,7 @@ are what a real H200 measured but for 512 bytes.
 
 from __future__ import annotations
 
+import math
 from contextlib import ExitStack
 
 import torch
@@ -67,6 +68,11 @@ class Kernel:
     def __init__(self, sizes: Sizes):
         self.sizes, self.gpu = sizes, sizes.gpu
 
+    @property
+    def rows(self) -> tuple[int, ...]:
+        """Shape of the logarithms of the rows' sums."""
+        return self.sizes.n, self.sizes.heads, self.sizes.rows
+
     def strides(self, like: torch.Tensor, shape) -> tuple[int, ...]:
         """Of the output or a gradient of `shape`, made for the input `like`: packed, in the order of its dimensions."""
         if 0 in like.stride():
@@ -95,6 +101,11 @@ class Cudnn(Kernel):
     """cuDNN's kernel. Output and gradients lie in memory as query, key and value do."""
 
     name = "_scaled_dot_product_cudnn_attention"
+
+    @property
+    def rows(self) -> tuple[int, ...]:
+        """Shape of the logarithms of the rows' sums, one column."""
+        return *super().rows, 1
 
     def forward(self) -> tuple[StorageAllocation, StorageAllocation | None, list[StorageAllocation]]:
         """Blocks of the output, of one float per row (if it trains) and of seed and offset of the random numbers."""
@@ -187,6 +198,11 @@ class Efficient(Kernel):
 
     name = "_scaled_dot_product_efficient_attention"
 
+    @property
+    def rows(self) -> tuple[int, ...]:
+        """Shape of the logarithms of the rows' sums, rounded up to 32 per head."""
+        return self.sizes.n, self.sizes.heads, up(self.sizes.rows, 32)
+
     def strides(self, like: torch.Tensor, shape) -> tuple[int, ...]:
         """Of the output or a gradient of `shape`: packed as (N, rows, heads, width)."""
         return packed((0, 2, 1, 3), shape)
@@ -195,7 +211,7 @@ class Efficient(Kernel):
         """Blocks of the output and, if it trains, of one float per row (rows rounded up to 32). Seeds stay here."""
         sizes = self.sizes
         out = self.allocate(sizes.out)
-        lse = self.allocate(sizes.n * sizes.heads * up(sizes.rows, 32) * FLOAT) if sizes.trains else None
+        lse = self.allocate(math.prod(self.rows) * FLOAT) if sizes.trains else None
         if sizes.half and max(sizes.width, sizes.value_width) > 128:  # the output does not fit into registers
             with scratch(self.gpu, sizes.per_row * sizes.value_width * FLOAT):
                 pass
