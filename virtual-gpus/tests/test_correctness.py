@@ -16,6 +16,8 @@ from measuring import draw, function, same
 from torch import nn
 from torch.nn.utils import rnn
 from virtual_gpus import operators, virtual_gpus
+from virtual_gpus.features.attention import numbers
+from virtual_gpus.features.rnn import recurrent_call
 
 pytestmark = pytest.mark.usefixtures("workspaces_given_back")
 GPUS = {"count": 3, "memory": "16 GiB"}
@@ -452,7 +454,7 @@ def test_the_state_of_a_generator_is_a_seed_and_an_offset_and_there_are_generato
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_is_computed_in_float32_where_the_cpu_has_no_kernels_for_it(monkeypatch, dtype):
-    monkeypatch.setattr(operators, "_slow_types", lambda: (dtype,))
+    monkeypatch.setattr(operators, "slow_types", lambda: (dtype,))
     monkeypatch.setattr(operators, "KNOWN", {})
     x, filters = torch.randn(2, 3, 8, 8).to(dtype), torch.randn(4, 3, 3, 3).to(dtype)
     a = x.flatten(1)
@@ -463,3 +465,24 @@ def test_half_precision_is_computed_in_float32_where_the_cpu_has_no_kernels_for_
         result.sum().backward()  # no gradient of the image is asked for
     assert torch.equal(result.detach().cpu(), F.conv2d(x.float(), filters.float()).to(dtype))
     assert weight.grad.dtype == dtype and image.grad is None
+
+
+def test_attention_and_recurrent_layers_are_computed_in_float32_as_well(monkeypatch):
+    for module in (numbers, recurrent_call):
+        monkeypatch.setattr(module, "slow_types", lambda: (torch.float16,))
+    x = torch.randn(2, 4, 8, 16).half()
+    lstm = torch.nn.LSTM(16, 8).half()
+    wanted = F.scaled_dot_product_attention(x.float(), x.float(), x.float())
+    wide = torch.nn.LSTM(16, 8)
+    wide.load_state_dict({name: weight.float() for name, weight in lstm.state_dict().items()})
+    of_wide = wide(x[0].float())[0]
+    of_wide.sum().backward()
+    with virtual_gpus():
+        a = x.cuda().requires_grad_()
+        result = F.scaled_dot_product_attention(a, a, a)
+        result.sum().backward()
+        found = lstm.cuda()(x[0].cuda())[0]
+        found.sum().backward()
+        assert result.dtype == a.grad.dtype == found.dtype == lstm.weight_hh_l0.grad.dtype == torch.float16
+        assert torch.equal(result.detach().cpu(), wanted.half()) and torch.equal(found.detach().cpu(), of_wide.half())
+        torch.testing.assert_close(lstm.weight_hh_l0.grad.cpu(), wide.weight_hh_l0.grad.half())

@@ -87,7 +87,7 @@ class Operator:
             self.kernel = func._op  # as `func` does itself, with a call into Python
             if self.base in _MATRICES and schema.overload_name.startswith("dtype"):  # which the CPU has no kernel for
                 self.kernel = functools.partial(_in_another_dtype, getattr(torch, self.base))
-            elif self.base in _WIDENED and not schema.overload_name and (slow := _slow_types()):
+            elif self.base in _WIDENED and not schema.overload_name and (slow := slow_types()):
                 self.kernel = functools.partial(_widened, func._op, slow)
             takes = [a for a in arguments if "Tensor" in str(a.type)]
             self.takes_first = max((self.names.index(a.name) + 1 for a in takes if not a.kwarg_only), default=0)
@@ -145,7 +145,7 @@ def _in_another_dtype(product: Callable[..., torch.Tensor], *args: Any, **option
 
 
 @functools.cache
-def _slow_types() -> tuple[torch.dtype, ...]:
+def slow_types() -> tuple[torch.dtype, ...]:
     """The types of half precision for which oneDNN has no kernels on this CPU. PyTorch's own are 10 to 70 times slower.
 
     Measured with products of 1,024 x 1,024 on a CPU with AVX2 alone.

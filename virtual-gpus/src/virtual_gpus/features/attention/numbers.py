@@ -13,6 +13,7 @@ import math
 import torch
 
 from virtual_gpus.features.attention.choice import HALF
+from virtual_gpus.operators import slow_types
 
 _fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _fused_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
@@ -36,7 +37,9 @@ class Numbers:
         """The output, and the logarithm of each row's sum (None if the CPU's kernel did not run)."""
         key, value = for_all_heads(query, key), for_all_heads(query, value)
         if self.fused:
-            return _fused(query, key, value, 0.0, self.causal, attn_mask=bias, scale=self.scale)
+            wide, bias = [_for_cpu(part) for part in (query, key, value)], _for_cpu(bias)
+            out, lse = _fused(*wide, 0.0, self.causal, attn_mask=bias, scale=self.scale)
+            return out.to(query.dtype), lse
         bias = self._bias(bias, query, key)
         parts = [
             self._weights(q, k, b, m)[0] @ _wide(v) * self._kept_scale
@@ -49,9 +52,9 @@ class Numbers:
         """Gradients of query, key, value and of a bias that wants one (else None)."""
         all_keys, all_values = for_all_heads(query, key), for_all_heads(query, value)
         if self.fused:
-            found = _fused_backward(gradient, query, all_keys, all_values, out, lse, 0.0, self.causal,
-                                    attn_mask=bias, scale=self.scale)  # fmt: skip
-            found = [*found, None]
+            wide, bias = [_for_cpu(part) for part in (gradient, query, all_keys, all_values, out)], _for_cpu(bias)
+            found = _fused_backward(*wide, lse, 0.0, self.causal, attn_mask=bias, scale=self.scale)
+            found = [*(part.to(query.dtype) for part in found), None]
         else:
             found = self._all_samples(gradient, query, all_keys, all_values, bias, seed)
         return found[0], _added_up(found[1], key), _added_up(found[2], value), found[3]
@@ -119,6 +122,11 @@ def _bits(count: int, generator) -> torch.Tensor:
 
 def _wide(tensor):
     return tensor.float() if tensor.dtype in HALF else tensor
+
+
+def _for_cpu(tensor):
+    """In float32 what this CPU has no kernels for: its results are rounded once, as a GPU's are."""
+    return tensor.float() if tensor is not None and tensor.dtype in slow_types() else tensor
 
 
 def for_all_heads(query, tensor):

@@ -10,6 +10,7 @@ import torch
 
 from virtual_gpus.errors import scalar_type
 from virtual_gpus.features.rnn.sizes import Network
+from virtual_gpus.operators import slow_types
 from virtual_gpus.placement.random_numbers import drawing_from
 from virtual_gpus.placement.storages import device_of, record_of
 from virtual_gpus.threads import below
@@ -120,11 +121,17 @@ class RecurrentCall:
             return Graph(leaves, self._run(*leaves[:3], leaves[3:]))
 
     def _run(self, input, hx, cx, params):
+        """In float32 where this CPU has no kernels for the type: the results are rounded once, as a GPU's are."""
+        dtype = input.dtype
+        if dtype in slow_types():
+            input, hx, cx, *params = (None if t is None else t.float() for t in (input, hx, cx, *params))
         states = hx if cx is None else [hx, cx]
         settings = (params, self.biases, self.layers, self.dropout, self.train, self.bidirectional)
         if self.batch_sizes is not None:
-            return self.raw(input, self.batch_sizes, states, *settings)
-        return self.raw(input, states, *settings, self.batch_first)
+            results = self.raw(input, self.batch_sizes, states, *settings)
+        else:
+            results = self.raw(input, states, *settings, self.batch_first)
+        return tuple(result.to(dtype) for result in results)
 
 
 class Graph:
