@@ -53,9 +53,9 @@ def _forward(backend: int, call: OpCall) -> tuple[Any, ...]:
             seed = _draw(gpu) if numbers.dropout else None
             out, lse = numbers.forward(query, key, value, bias, seed)
             out = put(_with_strides(out, strides), of_out)
-            lse = None if lse is None or of_lse is None else put(_shaped(lse, kernel.rows), of_lse)
+            lse = None if lse is None or of_lse is None else put(_shaped(lse, kernel.lse), of_lse)
     if lse is None:
-        lse = empty_in(of_lse, kernel.rows if of_lse else (0,), torch.float32)
+        lse = empty_in(of_lse, kernel.lse if of_lse else (0,), torch.float32)
     if backend == EFFICIENT:
         return out, lse, *(empty_in(None, (), torch.int64) if s is None else s for s in (seed, offset))  # on the host
     seed, offset = (
@@ -102,8 +102,8 @@ def _kernel(backend: int, call: OpCall, bias, trains: bool) -> tuple[Any, Number
     if backend != EFFICIENT and query.dtype not in HALF:
         raise RuntimeError(f"aten::{call.op.name} takes fp16 and bf16 on CUDA, not {query.dtype}.")
     dropout = call["dropout_p"]
-    sizes = memory.Sizes(call.gpu, query, key, value, bias, dropout, trains)
-    return KERNELS[backend](sizes), Numbers(query, key, value, bias, dropout, call["is_causal"], call["scale"])
+    kernel = KERNELS[backend](call.gpu, query, key, value, bias, dropout, trains)
+    return kernel, Numbers(query, key, value, bias, dropout, call["is_causal"], call["scale"])
 
 
 @contextmanager

@@ -26,14 +26,13 @@ def up(n: int, multiple: int) -> int:
     return -(-n // multiple) * multiple
 
 
-class Sizes:
-    """The numbers that decide: of a call with query (N, heads, rows, width), key and value (N, kv_heads, columns, ...).
+class Kernel:
+    """One call with query (N, heads, rows, width), key and value (N, kv_heads, columns, ...) and its numbers.
 
-    trains: a gradient will be wanted. bias: None, or whether it needs a gradient.
+    name: of the operator. trains: a gradient will be wanted. bias: None, or whether it needs a gradient.
     """
 
-    __slots__ = ("bias", "bytes", "columns", "dropout", "gpu", "half", "heads", "kv_heads", "n", "rows", "trains",
-                 "value_width", "width")  # fmt: skip
+    name = ""
 
     def __init__(self, gpu, query, key, value, bias, dropout: float, trains: bool):
         self.gpu, self.dropout, self.trains = gpu, dropout, trains
@@ -42,36 +41,12 @@ class Sizes:
         self.value_width = value.shape[3]
         self.bytes, self.half = query.element_size(), query.dtype in HALF
         self.bias = None if bias is None else bias.requires_grad
-
-    @property
-    def per_row(self) -> int:
-        """Rows of the scores in all heads and samples."""
-        return self.n * self.heads * self.rows
-
-    @property
-    def out(self) -> int:
-        """Bytes of the output."""
-        return self.per_row * self.value_width * self.bytes
-
-    @property
-    def gradients(self) -> tuple[int, int, int]:
-        """Bytes of the gradients of query, key and value."""
+        self.per_row = self.n * self.heads * self.rows  # rows of the scores in all heads and samples
+        self.out = self.per_row * self.value_width * self.bytes  # bytes of the output
+        self.lse = (self.n, self.heads, self.rows)  # shape of the logarithms of the rows' sums
         keys = self.n * self.kv_heads * self.columns * self.bytes
-        return self.per_row * self.width * self.bytes, keys * self.width, keys * self.value_width
-
-
-class Kernel:
-    """What all of them have. `name`: of the operator."""
-
-    name = ""
-
-    def __init__(self, sizes: Sizes):
-        self.sizes, self.gpu = sizes, sizes.gpu
-
-    @property
-    def rows(self) -> tuple[int, ...]:
-        """Shape of the logarithms of the rows' sums."""
-        return self.sizes.n, self.sizes.heads, self.sizes.rows
+        # Bytes of the gradients of query, key and value.
+        self.gradients = self.per_row * self.width * self.bytes, keys * self.width, keys * self.value_width
 
     def strides(self, like: torch.Tensor, shape) -> tuple[int, ...]:
         """Of the output or a gradient of `shape`, made for the input `like`: packed, in the order of its dimensions."""
@@ -82,10 +57,6 @@ class Kernel:
     def allocate(self, nbytes: int) -> StorageAllocation:
         """A block that stays."""
         return StorageAllocation(self.gpu, nbytes)
-
-    def scratch(self, stack: ExitStack, *sizes: int) -> None:
-        """Blocks that go when `stack` closes."""
-        stack.enter_context(scratch(self.gpu, *sizes))
 
 
 def packed(order, shape) -> tuple[int, ...]:
@@ -102,33 +73,28 @@ class Cudnn(Kernel):
 
     name = "_scaled_dot_product_cudnn_attention"
 
-    @property
-    def rows(self) -> tuple[int, ...]:
-        """Shape of the logarithms of the rows' sums, one column."""
-        return *super().rows, 1
+    def __init__(self, *call):
+        super().__init__(*call)
+        self.lse = (*self.lse, 1)
 
     def forward(self) -> tuple[StorageAllocation, StorageAllocation | None, list[StorageAllocation]]:
         """Blocks of the output, of one float per row (if it trains) and of seed and offset of the random numbers."""
-        sizes = self.sizes
         seeds = [self.allocate(8), self.allocate(8)]
-        out = self.allocate(sizes.out)
-        lse = self.allocate(sizes.per_row * FLOAT) if sizes.trains else None
+        out = self.allocate(self.out)
+        lse = self.allocate(self.per_row * FLOAT) if self.trains else None
         with scratch(self.gpu, _CUDNN_OWN):
             return out, lse, seeds
 
     def backward(self, gradient, out) -> list[StorageAllocation]:
         """Blocks of the gradients of query, key and value."""
-        sizes = self.sizes
-        gradients = [self.allocate(nbytes) for nbytes in sizes.gradients]
-        with ExitStack() as stack:
-            if gradient.stride(-1) != 1:  # as after out.sum()
-                self.scratch(stack, sizes.out)
-            summed = sizes.per_row * (sizes.width + 1) * FLOAT  # of query's gradient, and of gradient times output
-            grouped = 0  # gradients of key and value before heads that share them are added up
-            if sizes.heads != sizes.kv_heads:
-                grouped = sizes.n * sizes.heads * sizes.columns * (sizes.width + sizes.value_width) * sizes.bytes
-            self.scratch(stack, summed + grouped + _CUDNN_OWN)
-        return gradients
+        gradients = [self.allocate(nbytes) for nbytes in self.gradients]
+        copies = [self.out] if gradient.stride(-1) != 1 else []  # as after out.sum()
+        summed = self.per_row * (self.width + 1) * FLOAT  # of query's gradient, and of gradient times output
+        grouped = 0  # gradients of key and value before heads that share them are added up
+        if self.heads != self.kv_heads:
+            grouped = self.n * self.heads * self.columns * (self.width + self.value_width) * self.bytes
+        with scratch(self.gpu, *copies, summed + grouped + _CUDNN_OWN):
+            return gradients
 
 
 class Flash(Kernel):
@@ -138,47 +104,41 @@ class Flash(Kernel):
 
     def forward(self) -> tuple[StorageAllocation, StorageAllocation, list[StorageAllocation]]:
         """Blocks of the output, of one float per row and of the random numbers' state (two numbers, one unused)."""
-        sizes = self.sizes
-        out, lse = self.allocate(sizes.out), self.allocate(sizes.per_row * FLOAT)
-        with ExitStack() as stack:
-            splits = 1 if sizes.dropout else self._splits()
-            if splits > 1:
-                rows = splits * sizes.per_row * FLOAT
-                self.scratch(stack, rows, rows * self._rounded_width())
+        out, lse = self.allocate(self.out), self.allocate(self.per_row * FLOAT)
+        splits = 1 if self.dropout else self._splits()
+        rows = splits * self.per_row * FLOAT
+        with scratch(self.gpu, *((rows, rows * self._rounded_width()) if splits > 1 else ())):
             state, unused = self.allocate(16), self.allocate(8)
-            if sizes.dropout:  # made a second time, before the first goes
+            if self.dropout:  # made a second time, before the first goes
                 state = self.allocate(16)
         return out, lse, [state, unused]
 
     def backward(self, gradient, out) -> list[StorageAllocation]:
         """Blocks of the gradients of query, key and value."""
-        sizes = self.sizes
-        with ExitStack() as stack:
-            for tensor in (gradient, out):
-                if not tensor.transpose(1, 2).is_contiguous():
-                    self.scratch(stack, sizes.out)
-            gradients = [self.allocate(nbytes) for nbytes in sizes.gradients]
-            rows = sizes.n * sizes.heads * up(sizes.rows, 128) * FLOAT
-            self.scratch(stack, rows, rows * self._rounded_width() * self._copies())
-            if sizes.heads != sizes.kv_heads:  # before heads that share them are added up
-                keys = sizes.n * sizes.heads * sizes.columns * sizes.width * sizes.bytes
-                self.scratch(stack, keys, keys)
-        return gradients
+        copies = [self.out for tensor in (gradient, out) if not tensor.transpose(1, 2).is_contiguous()]
+        rows, keys = self.n * self.heads * up(self.rows, 128) * FLOAT, self.n * self.heads * self.columns
+        grouped = []  # before heads that share them are added up
+        if self.heads != self.kv_heads:
+            grouped = [keys * self.width * self.bytes] * 2
+        with scratch(self.gpu, *copies):
+            gradients = [self.allocate(nbytes) for nbytes in self.gradients]
+            with scratch(self.gpu, rows, rows * self._rounded_width() * self._copies(), *grouped):
+                return gradients
 
     def _rounded_width(self) -> int:
-        return up(self.sizes.width, 32 if self.sizes.width <= 128 else 64)
+        return up(self.width, 32 if self.width <= 128 else 64)
 
     def _copies(self) -> int:
         """Sums of query's gradient: one, or one per group of thread blocks when the order of adding must be fixed."""
         if not must_be_deterministic():
             return 1
-        return -(-self.gpu.spec.multi_processor_count // (self.sizes.n * self.sizes.heads))
+        return -(-self.gpu.spec.multi_processor_count // (self.n * self.heads))
 
     def _splits(self) -> int:
         """In how many parts the keys are worked on at the same time (num_splits_heuristic)."""
-        sizes, processors = self.sizes, 2 * self.gpu.spec.multi_processor_count
-        blocks = sizes.n * sizes.heads * -(-sizes.rows // 64)
-        key_blocks = -(-sizes.columns // (256 if sizes.width <= 64 else 128 if sizes.width <= 128 else 64))
+        processors = 2 * self.gpu.spec.multi_processor_count
+        blocks = self.n * self.heads * -(-self.rows // 64)
+        key_blocks = -(-self.columns // (256 if self.width <= 64 else 128 if self.width <= 128 else 64))
         return 1 if blocks >= 0.8 * processors else _best_split(blocks, processors, key_blocks)
 
 
@@ -198,10 +158,9 @@ class Efficient(Kernel):
 
     name = "_scaled_dot_product_efficient_attention"
 
-    @property
-    def rows(self) -> tuple[int, ...]:
-        """Shape of the logarithms of the rows' sums, rounded up to 32 per head."""
-        return self.sizes.n, self.sizes.heads, up(self.sizes.rows, 32)
+    def __init__(self, *call):
+        super().__init__(*call)
+        self.lse = (self.n, self.heads, up(self.rows, 32))
 
     def strides(self, like: torch.Tensor, shape) -> tuple[int, ...]:
         """Of the output or a gradient of `shape`: packed as (N, rows, heads, width)."""
@@ -209,54 +168,48 @@ class Efficient(Kernel):
 
     def forward(self) -> tuple[StorageAllocation, StorageAllocation | None, list[StorageAllocation]]:
         """Blocks of the output and, if it trains, of one float per row (rows rounded up to 32). Seeds stay here."""
-        sizes = self.sizes
-        out = self.allocate(sizes.out)
-        lse = self.allocate(math.prod(self.rows) * FLOAT) if sizes.trains else None
-        if sizes.half and max(sizes.width, sizes.value_width) > 128:  # the output does not fit into registers
-            with scratch(self.gpu, sizes.per_row * sizes.value_width * FLOAT):
+        out = self.allocate(self.out)
+        lse = self.allocate(math.prod(self.lse) * FLOAT) if self.trains else None
+        if self.half and max(self.width, self.value_width) > 128:  # the output does not fit into registers
+            with scratch(self.gpu, self.per_row * self.value_width * FLOAT):
                 pass
         return out, lse, []
 
     def backward(self, gradient, out) -> list[StorageAllocation]:
         """Blocks of the gradients of query, key, value and, if it wants one, bias."""
-        sizes = self.sizes
         with ExitStack() as stack:
             if not gradient.transpose(1, 2).is_contiguous():
-                self.scratch(stack, sizes.out)
-            query, key, value = sizes.gradients
-            grouped = sizes.heads != sizes.kv_heads
+                stack.enter_context(scratch(self.gpu, self.out))
+            query, key, value = self.gradients
+            grouped = self.heads != self.kv_heads
             if grouped:  # one gradient per head of the query, added up in the end
-                share = sizes.heads // sizes.kv_heads
+                share = self.heads // self.kv_heads
                 gradients = [self.allocate(query)]
-                self.scratch(stack, key * share, value * share)
+                stack.enter_context(scratch(self.gpu, key * share, value * share))
             else:
                 gradients = [self.allocate(nbytes) for nbytes in (query, key, value)]
             bias = []
-            if sizes.bias:
-                bias = [self.allocate(sizes.per_row * up(sizes.columns, 16) * sizes.bytes)]
-            kernel = _BackwardKernel(sizes)
-            with ExitStack() as sums:
-                self._delta(kernel, stack, sums)
-            self.scratch(stack, kernel.workspace())
+            if self.bias:
+                bias = [self.allocate(self.per_row * up(self.columns, 16) * self.bytes)]
+            kernel = _BackwardKernel(self)
+            # The sum over each row of gradient times output: by the kernel, or by operators with temporaries.
+            rows, sums = self.per_row * FLOAT, []
+            if not kernel.finds_delta:
+                sums = [self.per_row * self.value_width * FLOAT] * (3 if self.half else 1)
+                if self.heads > 1 and self.rows > 1:  # (N, rows, heads), copied to (N, heads, rows)
+                    sums.append(rows)
+            with scratch(self.gpu, *sums):
+                stack.enter_context(scratch(self.gpu, rows))
+            stack.enter_context(scratch(self.gpu, kernel.workspace()))
             if grouped:
                 gradients += [self.allocate(key), self.allocate(value)]
         return gradients + bias
-
-    def _delta(self, kernel: _BackwardKernel, stack: ExitStack, sums: ExitStack) -> None:
-        """The sum over each row of gradient times output: by the kernel, or by operators with temporaries."""
-        sizes = self.sizes
-        rows, product = sizes.per_row * FLOAT, sizes.per_row * sizes.value_width * FLOAT
-        if not kernel.finds_delta:
-            self.scratch(sums, *([product] * 3 if sizes.half else [product]))
-            if sizes.heads > 1 and sizes.rows > 1:  # (N, rows, heads), copied to (N, heads, rows)
-                self.scratch(sums, rows)
-        self.scratch(stack, rows)
 
 
 class _BackwardKernel:
     """Which of the backward kernels runs, and the workspace it asks for (mem_eff_attention/kernels/cutlassB.h)."""
 
-    def __init__(self, sizes: Sizes):
+    def __init__(self, sizes: Kernel):
         self.sizes = sizes
         major = sizes.gpu.spec.capability[0]
         self.splits_keys = major >= 7
