@@ -78,15 +78,7 @@ def test_a_workspace_that_does_not_fit_raises_and_leaves_the_books_in_order(monk
             assert torch.cuda.memory_allocated() == 512
 
 
-def by_cublaslt(a, v, b):
-    chosen = torch.backends.cuda.preferred_blas_library()
-    torch.backends.cuda.preferred_blas_library("cublaslt")
-    a @ a
-    torch.backends.cuda.preferred_blas_library(chosen)
-
-
 TAKERS = {
-    "a preferred library": (by_cublaslt, CUBLAS + LT),
     "mm": (lambda a, v, b: torch.mm(a, a), CUBLAS),
     "bmm": (lambda a, v, b: torch.bmm(b, b), CUBLAS),
     "baddbmm": (lambda a, v, b: torch.baddbmm(b, b, b), CUBLAS),

@@ -72,15 +72,6 @@ def packed_copies(call: OpCall, names: tuple[str, ...], copy_of=packed_copy) -> 
     return [size for name in names if (size := copy_of(call[name]))]
 
 
-def with_packed(call: OpCall, names: tuple[str, ...], finish=OpCall.run):
-    """`finish(call)` while packed copies of the named inputs exist."""
-    sizes = packed_copies(call, names)
-    if not sizes:
-        return finish(call)
-    with call.scratch(*sizes):
-        return finish(call)
-
-
 def _recipe(names: tuple[str, ...], copy_of):
     def run_and_pack(call: OpCall):
         """These kernels have their results first. That of a loss per pixel takes any strides (NLLLoss2d.cu)."""

@@ -27,7 +27,7 @@ _REFUSED = {
     "torch._C": ("_cuda_beginAllocateCurrentStreamToPool", "_cuda_beginAllocateToPool", "_cuda_getCheckpointState",
                  "_cuda_checkPoolLiveAllocations", "_cuda_setCheckpointPoolState"),  # of torch.compile's graph trees
     "torch.accelerator": ("get_device_capability", "Graph"),
-    "torch.backends.cuda": _WORKSPACES,
+    "torch.backends.cuda": (*_WORKSPACES, "preferred_blas_library"),
     "torch.cuda.gds": ("GdsFile", "gds_register_buffer", "gds_deregister_buffer"),
     "torch.cuda.graphs": _GRAPHS,
     "torch.cuda.green_contexts": ("GreenContext", "SMPartition", "get_num_locality_domains",
@@ -50,6 +50,7 @@ _INSTEAD = {
     **dict.fromkeys((*_GRAPHS, "Graph"), "Run the work without a graph: the numbers are the same, and so is the memory"
                                          ", but for the graph's own pool."),
     **dict.fromkeys(_WORKSPACES, "Set CUBLAS_WORKSPACE_CONFIG before the program starts."),
+    "preferred_blas_library": "Products with a bias go through cublasLt, all others through cuBLAS.",
     **dict.fromkeys(_POOLS, "Allocate without a pool: the sizes are the same."),
 }  # fmt: skip
 

@@ -21,8 +21,6 @@ from virtual_gpus.placement.storages import ScratchBlock, nbytes
 from virtual_gpus.threads import this_thread
 from virtual_gpus.versions import LT_FOR_MATRICES_AS_BIAS
 
-_LT = torch._C._BlasBackend.Cublaslt
-_preferred = [torch._C._BlasBackend.Cublas]  # in a build without CUDA, what preferred_blas_library chose
 _LT_TYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -120,11 +118,6 @@ def with_workspace(call: OpCall, lt: bool = False):
     return result
 
 
-def product(call: OpCall):
-    """A product without a bias: through cublasLt if the program prefers it (preferred_blas_library)."""
-    return with_workspace(call, _prefers_lt())
-
-
 def through_lt(call: OpCall):
     """Products that only cublasLt has: of bytes and of 8-bit floats."""
     return with_workspace(call, True)
@@ -132,7 +125,7 @@ def through_lt(call: OpCall):
 
 def addmm(call: OpCall):
     """With a bias vector the product goes through cublasLt."""
-    return with_workspace(call, _has_lt_bias(call)) if handles_of(call.gpu).lt_is_on else product(call)
+    return with_workspace(call, handles_of(call.gpu).lt_is_on and _has_lt_bias(call))
 
 
 def _has_lt_bias(call: OpCall) -> bool:
@@ -143,22 +136,16 @@ def _has_lt_bias(call: OpCall) -> bool:
     bias, _, mat2 = call.args[:3]
     shape = mat2.shape
     if call["beta"] != 1 or bias.dtype not in _LT_TYPES or len(shape) != 2 or min(shape) < 2:
-        return _prefers_lt()
+        return False
     if bias.is_contiguous() and 1 <= bias.dim() <= 2 and bias.numel() == bias.shape[-1] == shape[1]:
         return True
     half = bias.dim() == 2 and bias.dtype in _LT_TYPES[2:] and bias.is_contiguous() and bias.shape[0] > 1
-    return (half and call.gpu.machine.settings.version >= LT_FOR_MATRICES_AS_BIAS) or _prefers_lt()
-
-
-def _prefers_lt() -> bool:
-    """True if the program prefers cublasLt: see torch.backends.cuda.preferred_blas_library."""
-    return torch._C._get_blas_preferred_backend() == _LT
+    return half and call.gpu.machine.settings.version >= LT_FOR_MATRICES_AS_BIAS
 
 
 RECIPES = {
-    **dict.fromkeys(("mm", "bmm", "baddbmm", "baddbmm_", "addmm_", "addbmm", "addbmm_"), product),
-    **dict.fromkeys(("addmv", "addmv_", "mv", "dot", "vdot", "linalg_solve_triangular", "triangular_solve"),
-                    with_workspace),
+    **dict.fromkeys(("mm", "bmm", "baddbmm", "baddbmm_", "addmm_", "addbmm", "addbmm_", "addmv", "addmv_", "mv", "dot",
+                     "vdot", "linalg_solve_triangular", "triangular_solve"), with_workspace),
     **dict.fromkeys(("_int_mm", "_scaled_mm"), through_lt),
     **dict.fromkeys(("addmm", "_addmm_activation"), addmm),
 }  # fmt: skip
@@ -174,13 +161,5 @@ def _cuda_clearCublasWorkspaces() -> None:
 
 
 def patches():
-    """See `features`. A build without CUDA cannot say which library the program prefers."""
-    rows = [(torch._C, "_cuda_clearCublasWorkspaces", _cuda_clearCublasWorkspaces)]
-    if torch.version.cuda is None:
-        rows.append((torch._C, "_get_blas_preferred_backend", lambda: _preferred[0]))
-        rows.append((torch._C, "_set_blas_preferred_backend", _prefer))
-    return rows
-
-
-def _prefer(backend) -> None:
-    _preferred[0] = backend
+    """See `features`."""
+    return [(torch._C, "_cuda_clearCublasWorkspaces", _cuda_clearCublasWorkspaces)]

@@ -63,21 +63,17 @@ def _on_cudnn(call: OpCall, x: torch.Tensor, weight: torch.Tensor) -> bool:
     return not depthwise or _layout(x, weight) is not torch.contiguous_format
 
 
-def _facts(call: OpCall, x: torch.Tensor, weight: torch.Tensor, y: torch.Tensor, layout) -> tuple:
-    """What decides about cuDNN's workspaces for `x -> y`, and what `_shape` makes sense of.
+def _shape(call: OpCall, x: torch.Tensor, weight: torch.Tensor, y: torch.Tensor, layout) -> workspaces.Shape:
+    """What decides about cuDNN's workspaces for `x -> y`.
 
     cuDNN knows a transposed convolution as the gradient of one from y to x.
     """
-    small, large = (x, y) if call["transposed"] else (y, x)
+    large, kernel, small = (y, weight, x) if call["transposed"] else (x, weight, y)
+    row = (1,) if x.dim() == 3 else ()  # 1d: images of one row
+    sizes = ((*row, *tensor.shape[2:]) for tensor in (large, kernel, small))
     last, cores = layout is not torch.contiguous_format, _tensor_cores(call.gpu, x.dtype)
-    strided, sms = max(call["stride"]) > 1, call.gpu.spec.multi_processor_count
-    return large.shape, weight.shape, small.shape, call["groups"], strided, x.itemsize, last, cores, sms
-
-
-def _shape(large, weight, small, groups, *others) -> workspaces.Shape:
-    row = (1,) if len(large) == 3 else ()  # 1d: images of one row
-    sizes = ((*row, *size[2:]) for size in (large, weight, small))
-    return workspaces.Shape(large[0], large[1], small[1], groups, *sizes, *others)
+    return workspaces.Shape(*large.shape[:2], small.shape[1], call["groups"], *sizes, max(call["stride"]) > 1,
+                            x.itemsize, last, cores, call.gpu.spec.multi_processor_count)  # fmt: skip
 
 
 def _tensor_cores(gpu: VirtualGPU, dtype: torch.dtype) -> bool:
@@ -86,12 +82,11 @@ def _tensor_cores(gpu: VirtualGPU, dtype: torch.dtype) -> bool:
     return since is not None and gpu.spec.capability >= since and allowed
 
 
-def _with_cudnn(gpu: VirtualGPU, step: str, facts: tuple) -> None:
+def _with_cudnn(gpu: VirtualGPU, step: str, shape: workspaces.Shape) -> None:
     """Take and give back the workspace of one cuDNN call. step: the name of its function in `workspaces`."""
-    size = gpu.cudnn.get((step, facts))
+    size = gpu.cudnn.get((step, shape))
     if size is None:
-        shape = _shape(*facts)
-        size = gpu.cudnn[step, facts] = getattr(workspaces, step)(shape)
+        size = gpu.cudnn[step, shape] = getattr(workspaces, step)(shape)
         if torch._C._get_cudnn_benchmark():  # asked only here: a kernel that was found without the flag stays
             _try(gpu, workspaces.largest(step, shape))
             gpu.allocator.empty_cache()
@@ -135,7 +130,7 @@ def convolution(call: OpCall):
         _packed(copies, call.gpu, weight, layout)
         if on_cudnn:
             step = "data_gradient" if call["transposed"] else "forward"
-            _with_cudnn(call.gpu, step, _facts(call, x, weight, result, layout))
+            _with_cudnn(call.gpu, step, _shape(call, x, weight, result, layout))
     return result
 
 
@@ -156,7 +151,7 @@ def _cudnn_gradients(call: OpCall, for_x: torch.Tensor | None, for_weight: torch
     """Two calls of cuDNN. Each copies what is not packed for itself, and frees its copies."""
     grad, x, weight = call["grad_output"], call["input"], call["weight"]
     layout = _layout(x, weight)
-    facts = _facts(call, x, weight, grad, layout)
+    shape = _shape(call, x, weight, grad, layout)
     gpu, for_x, for_weight = call.gpu, _laid_out(for_x, layout), _laid_out(for_weight, layout)
     # `grad.to(memory_format)` compares what strides suggest, so a gradient that was expanded from one number passes as
     # packed, and each call copies it anew. A transposed convolution's backward asks for `contiguous` instead.
@@ -171,13 +166,13 @@ def _cudnn_gradients(call: OpCall, for_x: torch.Tensor | None, for_weight: torch
             _packed(copies, gpu, weight, layout)
             if not packed:
                 _packed(copies, gpu, grad, layout)
-            _with_cudnn(gpu, "forward" if call["transposed"] else "data_gradient", facts)
+            _with_cudnn(gpu, "forward" if call["transposed"] else "data_gradient", shape)
             copies.close()
         if for_weight is not None:
             if not packed:
                 _packed(copies, gpu, grad, layout)
             call.place(for_weight)
-            _with_cudnn(gpu, "weight_gradient", facts)
+            _with_cudnn(gpu, "weight_gradient", shape)
     return for_x, for_weight
 
 

@@ -11,7 +11,7 @@ import torch
 from virtual_gpus.dispatch.op_call import OpCall
 from virtual_gpus.dispatch.timing import charge_copy, charge_read
 from virtual_gpus.dispatch.valueless import is_mask
-from virtual_gpus.features.contiguous import with_packed
+from virtual_gpus.features.contiguous import packed_copies
 from virtual_gpus.placement.storages import gpu_of, nbytes
 from virtual_gpus.threads import this_thread
 
@@ -21,7 +21,8 @@ _ROWS_PER_THREAD = 10
 
 def embedding_backward(call: OpCall):
     """The dense gradient of an embedding's weight."""
-    return with_packed(call, ("grad_output", "indices"), _add_up_rows)
+    with call.scratch(*packed_copies(call, ("grad_output", "indices"))):
+        return _add_up_rows(call)
 
 
 def _add_up_rows(call: OpCall):

@@ -16,7 +16,7 @@ from virtual_gpus.dispatch.op_call import OpCall
 from virtual_gpus.dispatch.timing import charge_kernel
 from virtual_gpus.entrance import entrance
 from virtual_gpus.features.attention.functions import is_dtensor
-from virtual_gpus.features.contiguous import packed_copies, with_packed
+from virtual_gpus.features.contiguous import packed_copies
 from virtual_gpus.features.distributed.collectives import arrived
 from virtual_gpus.memory_model import power_of_2
 from virtual_gpus.placement.storages import (
@@ -69,21 +69,18 @@ def _partial_gradients(call: OpCall) -> list[int]:
 def group_norm(call: OpCall):
     """A scale and a shift per sample and channel, in float."""
     size = call["N"] * call["C"] * 4
-    with call.scratch(size, size):
-        return with_packed(call, ("input",))
+    with call.scratch(size, size, *packed_copies(call, ("input",))):
+        return call.run()
 
 
 def group_norm_backward(call: OpCall):
     """Sums and factors per sample and channel, and two factors per group."""
     channels, groups = call["N"] * call["C"] * 4, call["N"] * call["group"] * 4
     sizes = [channels, channels] + ([channels] if call["weight"] is not None else []) + [groups, groups]
-
-    def finish(call: OpCall):
+    with call.scratch(*packed_copies(call, ("grad_out", "input"))):
         result = call.run()
         with call.scratch(*sizes):
             return result
-
-    return with_packed(call, ("grad_out", "input"), finish)
 
 
 def batch_norm(call: OpCall):
@@ -99,7 +96,8 @@ def batch_norm_backward(call: OpCall):
     """cuDNN wants a packed gradient; the kernels for channels that lie together take partial sums."""
     tensor = call["input"]
     if _cudnn(tensor, call["weight"]):
-        return with_packed(call, ("grad_out",))
+        with call.scratch(*packed_copies(call, ("grad_out",))):
+            return call.run()
     result = call.run()
     if call["train"] and _channels_last(tensor) and _channels_last(call["grad_out"]):
         _partial_sums(call, tensor, 2)
