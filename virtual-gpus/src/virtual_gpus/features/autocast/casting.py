@@ -2,14 +2,18 @@
 
 Autocast is a dispatch key: PyTorch's kernels at AutocastCUDA cast the inputs, then call the operator again without the
 key (aten/src/ATen/autocast_mode.cpp). They ask C++ whether a tensor is on a GPU, and would cast none of ours. So at the
-first use of autocast, kernels in Python take their places, with CUDA's lists (`lists`) and CUDA's casts;
+first use of autocast, kernels in Python take their places, with CUDA's lists and CUDA's casts;
 and since no tensor of ours carries the key, each thread that turns autocast on has it added to all
 its operators. Composite operators follow the lists at every level, as on a GPU.
 
 torch.autocast, custom_fwd, custom_bwd and GradScaler themselves are PyTorch's own. With shapes_only it is not known
 whether a gradient overflowed; it counts as not. The scale then stays the one that GradScaler started from.
 
-Stand-ins that answer before the dispatcher is reached use `casting` or `cast_for_rnn`.
+Stand-ins that answer before the dispatcher is reached use `casting`, an LSTM `cast`.
+
+Sources of the lists: the macros AT_FORALL_* in aten/src/ATen/autocast_mode.h and what aten/src/ATen/autocast_mode.cpp
+registers, of PyTorch 2.11 to 2.15 together. `names` leaves out what the installed version does not cast. An operator
+that is in no list runs in the precision of its inputs. torch.norm calls linalg_vector_norm.
 """
 
 from __future__ import annotations
@@ -21,7 +25,6 @@ import weakref
 
 import torch
 
-from virtual_gpus.features.autocast import lists as lists
 from virtual_gpus.placement.storages import gpu_of
 from virtual_gpus.threads import this_thread
 
@@ -43,6 +46,45 @@ _raw_clear = torch.clear_autocast_cache
 _raw = {name: getattr(_Scaler, name) for name in ("_maybe_opt_step", "get_scale", "_get_growth_tracker")}
 _registering = threading.Lock()
 _library: list[torch.library.Library] = []
+
+
+# ---- in which precision each operator runs --------------------------------------------------------------------------
+
+LOWER_PRECISION = """
+    _convolution.deprecated _convolution conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d.input
+    conv_transpose3d.input convolution cudnn_convolution cudnn_convolution_transpose prelu addmm addmv addr
+    matmul einsum mm mv linalg_vecdot linear addbmm baddbmm bmm chain_matmul linalg_multi_dot
+    _thnn_fused_lstm_cell _thnn_fused_gru_cell lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell
+    _scaled_dot_product_flash_attention scaled_dot_product_attention
+""".split()  # fmt: skip
+
+FP32 = """
+    acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow.Tensor_Scalar
+    pow.Tensor_Tensor pow.Scalar softplus layer_norm native_layer_norm rms_norm group_norm frobenius_norm.dim
+    nuclear_norm nuclear_norm.dim cosine_similarity poisson_nll_loss cosine_embedding_loss nll_loss nll_loss2d
+    hinge_embedding_loss kl_div l1_loss smooth_l1_loss huber_loss mse_loss margin_ranking_loss
+    multilabel_margin_loss soft_margin_loss triplet_margin_loss multi_margin_loss
+    binary_cross_entropy_with_logits dist pdist cdist renorm logsumexp upsample_nearest1d
+    _upsample_nearest_exact1d upsample_nearest2d _upsample_nearest_exact2d upsample_nearest3d
+    _upsample_nearest_exact3d upsample_linear1d upsample_bilinear2d _upsample_bilinear2d_aa upsample_trilinear3d
+    upsample_bicubic2d _upsample_bicubic2d_aa linalg_matrix_sqrth
+""".split()  # fmt: skip
+
+# Those with an optional dtype of the result: it becomes float32 unless the caller gave one. Inputs are not cast.
+FP32_SET_OPT_DTYPE = """
+    prod prod.dim_int prod.dim_Dimname softmax.int softmax.Dimname log_softmax.int log_softmax.Dimname cumprod
+    cumprod.dimname cumsum cumsum.dimname linalg_vector_norm linalg_matrix_norm linalg_matrix_norm.str_ord sum
+    sum.dim_IntList sum.dim_DimnameList
+""".split()  # fmt: skip
+
+# Run in the widest precision among the inputs.
+PROMOTE = "addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot scatter_add".split()
+
+BANNED = ["binary_cross_entropy"]
+BANNED_TEXT = (
+    "torch.nn.functional.binary_cross_entropy and torch.nn.BCELoss are unsafe to autocast. "
+    "Use binary_cross_entropy_with_logits or torch.nn.BCEWithLogitsLoss."
+)
 
 
 # ---- casts: as `cached_cast` and `prioritize` in aten/src/ATen/autocast_mode.cpp and autocast_mode.h -----------------
@@ -166,18 +208,18 @@ def _to_fp32_results(op):
 def _banned(op):
     def kernel(*args, **kwargs):
         if any(isinstance(a, torch.Tensor) and is_on_gpu(a) for a in args):
-            raise RuntimeError(lists.BANNED_TEXT)
+            raise RuntimeError(BANNED_TEXT)
         return _without_autocast(op, args, kwargs)
 
     return kernel
 
 
 _POLICIES = {
-    **dict.fromkeys(lists.LOWER_PRECISION, _casting_to(lambda args, kwargs: _lower_dtype("cuda"))),
-    **dict.fromkeys(lists.FP32, _casting_to(lambda args, kwargs: _FP32)),
-    **dict.fromkeys(lists.FP32_SET_OPT_DTYPE, _to_fp32_results),
-    **dict.fromkeys(lists.PROMOTE, _casting_to(_widest_of_all)),
-    **dict.fromkeys(lists.BANNED, _banned),
+    **dict.fromkeys(LOWER_PRECISION, _casting_to(lambda args, kwargs: _lower_dtype("cuda"))),
+    **dict.fromkeys(FP32, _casting_to(lambda args, kwargs: _FP32)),
+    **dict.fromkeys(FP32_SET_OPT_DTYPE, _to_fp32_results),
+    **dict.fromkeys(PROMOTE, _casting_to(_widest_of_all)),
+    **dict.fromkeys(BANNED, _banned),
 }
 
 
@@ -188,7 +230,7 @@ def _is_on() -> bool:
 def casting(name: str):
     """Decorator for a patch of operator `name` ("scaled_dot_product_attention"): under autocast it is given the cast
     inputs and runs without autocast, as the operator's own kernel would. `name` must be in one of the first two lists
-    or PROMOTE of `lists`.
+    or PROMOTE.
     """
 
     def decorate(function):
@@ -201,14 +243,6 @@ def casting(name: str):
         return cast_first
 
     return decorate
-
-
-def cast_for_rnn(tensors):
-    """The inputs of a recurrent layer (None among them stays) as its kernel gets them: the same unless autocast is on.
-
-    They become float16 whatever dtype autocast was given (aten/src/ATen/cudnn/AutocastRNN.cpp).
-    """
-    return [cast(tensor, torch.float16) for tensor in reversed(tensors)][::-1] if _is_on() else list(tensors)
 
 
 # ---- on and off ------------------------------------------------------------------------------------------------------

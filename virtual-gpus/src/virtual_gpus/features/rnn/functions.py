@@ -85,7 +85,8 @@ def _on_cudnn(call: RecurrentCall):
 
 
 def _cast(call: RecurrentCall) -> None:
-    call.input, call.hx, call.cx = casting.cast_for_rnn([call.input, call.hx, call.cx])
+    """To float16, whatever dtype autocast was given (aten/src/ATen/cudnn/AutocastRNN.cpp), the last argument first."""
+    call.cx, call.hx, call.input = (casting.cast(part, torch.float16) for part in (call.cx, call.hx, call.input))
     if casting.is_eligible(call.params[0]) and call.params[0].dtype != torch.float16:
         call.params = list(weights.CastFlat.apply(call.net, call.biases, call.gpu, *call.params))
         call.flat = True
@@ -109,17 +110,17 @@ def _forward(call: RecurrentCall, input, hx, cx, params, with_graph: bool):
     with ExitStack() as temporary:
         _contiguous(temporary, gpu, _time_first(call, input))
         allocations = [StorageAllocation(gpu, shape.numel() * dtype.itemsize) for shape in call.shapes]
-        buffer = None if call.flat else weights.empty(gpu, (weight_offsets(net, True)[1],), dtype)
+        buffer = None if call.flat else weights.empty(gpu, weight_offsets(net, True)[1], dtype)
         small = is_small(net, False, gpu.spec.capability)
         temporary.enter_context(scratch(gpu, workspace_bytes(net, small, call.train)))
-        reserve = weights.empty(gpu, (reserve_bytes(net) if call.train else 0,), torch.uint8)
+        reserve = weights.empty(gpu, reserve_bytes(net) if call.train else 0, torch.uint8)
         if gpu.machine.shapes_only:
             results = call.empty_results(dtype)
         else:
             if with_graph:
                 call.random_state = default_generator(gpu).raw_state() if call.draws else None
             graph = call.compute(input, hx, cx, params, with_graph, default_generator(gpu) if call.draws else None)
-            results = call.laid_out(graph.outputs)
+            results = call.laid_out(*graph.outputs, copied=True)
             if with_graph:
                 reserve.untyped_storage()._graph = graph
     for result, allocation in zip(results, allocations, strict=True):
@@ -187,7 +188,7 @@ def _backward(call: RecurrentCall, leaves, reserve, gradients, wanted):
     if on:
         charge_recurrent(call.gpu, call.net, [g for g in gradients if g is not None], backward=True)
     first = []
-    for gradient, allocation in zip(call.laid_out_gradients(made[:3]), allocations, strict=True):
+    for gradient, allocation in zip(call.laid_out(*made[:3]), allocations, strict=True):
         if gradient is not None and allocation is not None:
             put(gradient, allocation)
         first.append(gradient)
@@ -218,7 +219,7 @@ def _blocks(call: RecurrentCall, leaves, reserve, gradients, wanted):
             return allocations, None
         with ExitStack() as data:
             _contiguous(data, gpu, _time_first(call, input))
-            flat = weights.empty(gpu, (weight_offsets(call.net, True)[1],), input.dtype)
+            flat = weights.empty(gpu, weight_offsets(call.net, True)[1], input.dtype)
             data.enter_context(scratch(gpu, size))
     return allocations, flat
 

@@ -80,23 +80,17 @@ class RecurrentCall:
             output, *states = (torch.empty(shape, dtype=dtype, device="meta") for shape in self.shapes)
             return [output.transpose(0, 1) if self.batch_first else output, *states]
 
-    def laid_out(self, results) -> list[torch.Tensor]:
-        """Results on storages of their own, time first in memory, as cuDNN writes them."""
-        with below(), torch._C._DisableTorchDispatch(), torch.no_grad():
-            output, *states = (result.detach() for result in results)
-            # Copies of the states: cuDNN keeps the output for backward, but not these, and the CPU's graph has them.
-            return [self._time_first(output), *(state.clone() for state in states)]
+    def laid_out(self, sequence, *states, copied: bool = False) -> list[torch.Tensor | None]:
+        """Results or gradients on storages of their own, time first in memory, as cuDNN writes them.
 
-    def laid_out_gradients(self, gradients) -> list[torch.Tensor | None]:
-        """The same for the gradients of (input, hx, cx)."""
+        copied: copy the states, which the CPU's graph has; cuDNN keeps the output for backward, but not these.
+        """
+        own = torch.clone if copied else _own
         with below(), torch._C._DisableTorchDispatch(), torch.no_grad():
-            first, *states = gradients
-            return [None if first is None else self._time_first(first)] + [
-                None if state is None else _own(state) for state in states
-            ]
-
-    def _time_first(self, tensor):
-        return _own(tensor.transpose(0, 1)).transpose(0, 1) if self.batch_first else _own(tensor)
+            if sequence is not None:
+                sequence = sequence.detach()
+                sequence = _own(sequence.transpose(0, 1)).transpose(0, 1) if self.batch_first else _own(sequence)
+            return [sequence, *(None if state is None else own(state.detach()) for state in states)]
 
     # ---- numbers ----
 

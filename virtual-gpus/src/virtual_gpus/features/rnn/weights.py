@@ -10,7 +10,7 @@ import torch
 
 from virtual_gpus.entrance import entrance
 from virtual_gpus.features.rnn.sizes import Network, weight_offsets
-from virtual_gpus.placement.storages import StorageAllocation, gpu_of, put
+from virtual_gpus.placement.storages import StorageAllocation, empty_in, gpu_of
 from virtual_gpus.threads import below
 
 DTYPES = (torch.float32, torch.float16, torch.float64)  # torch.backends.cudnn.CUDNN_TENSOR_DTYPES
@@ -22,14 +22,9 @@ def is_acceptable(tensor) -> bool:
     return torch._C._get_cudnn_enabled() and gpu_of(tensor) is not None and tensor.dtype in DTYPES
 
 
-def empty(gpu, shape, dtype: torch.dtype) -> torch.Tensor:
-    """A tensor on `gpu`, its block taken first. Nothing is written, so a CPU gives no memory for it either."""
-    count = torch.Size(shape).numel()
-    allocation = StorageAllocation(gpu, count * dtype.itemsize)
-    with below(), torch._C._DisableTorchDispatch():
-        made = torch.empty(shape, dtype=dtype, device="meta" if gpu.machine.shapes_only else "cpu")
-    put(made, allocation)
-    return made
+def empty(gpu, count: int, dtype: torch.dtype) -> torch.Tensor:
+    """A buffer of `count` elements on `gpu`."""
+    return empty_in(StorageAllocation(gpu, count * dtype.itemsize), (count,), dtype)
 
 
 def pieces(flat: torch.Tensor, like, offsets) -> list[torch.Tensor]:
@@ -70,7 +65,7 @@ class CastFlat(torch.autograd.Function):
         """The cast weights, all on one storage."""
         ctx.dtype = params[0].dtype
         offsets, total = weight_offsets(net, biases)
-        flat = empty(gpu, (total,), torch.float16)
+        flat = empty(gpu, total, torch.float16)
         made = pieces(flat, params, offsets)
         fill(flat, made, params)
         return tuple(made)
@@ -96,21 +91,17 @@ def flatten_parameters(self) -> None:
     )
     if not fit or len({(w.untyped_storage()._cdata, w.storage_offset()) for w in weights}) != len(weights):
         return None  # the last: a weight that is used twice
-    offsets, total = weight_offsets(network_of(self), self.bias)
-    flat = empty(gpu, (total,), weights[0].dtype)
+    cell, output = self.mode.partition("_")[0], self.proj_size or self.hidden_size
+    net = Network(cell, self.num_layers, 2 if self.bidirectional else 1, 1, 1, self.input_size, self.hidden_size,
+                  output, 4)  # of one sequence of one step  # fmt: skip
+    offsets, total = weight_offsets(net, self.bias)
+    flat = empty(gpu, total, weights[0].dtype)
     fill(flat, pieces(flat, weights, offsets), weights)
     # Below autograd, as in C++: DataParallel's replicas are views, which autograd would not let us lay elsewhere.
     with below(), torch._C._DisableTorchDispatch(), torch._C._AutoDispatchBelowADInplaceOrView():
         for weight, at in zip(weights, offsets, strict=True):
             weight.set_(flat.untyped_storage(), at, weight.shape)
     return None
-
-
-def network_of(module: torch.nn.RNNBase) -> Network:
-    """The sizes of a module, for one sequence of one step."""
-    cell, output = module.mode.partition("_")[0], module.proj_size or module.hidden_size
-    return Network(cell, module.num_layers, 2 if module.bidirectional else 1, 1, 1, module.input_size,
-                   module.hidden_size, output, 4)  # fmt: skip
 
 
 def patches():
