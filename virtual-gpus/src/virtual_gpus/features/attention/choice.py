@@ -69,15 +69,10 @@ def choose(call: AttentionCall) -> int:
 def order(capability: tuple[int, int], version: Version = INSTALLED) -> list[int]:
     """The kernels in the order in which they are asked. cuDNN's comes first on Hopper and Blackwell."""
     wanted = torch._C._get_sdp_priority_order()
-    return (
-        [CUDNN, *_ORDER] if wanted[:3] == [FLASH, EFFICIENT, MATH] and _prefers_cudnn(capability, version) else wanted
-    )
-
-
-def _prefers_cudnn(capability, version) -> bool:
-    if os.environ.get("TORCH_CUDNN_SDPA_DEPRIORITIZED") == "1":
-        return False
-    return capability[0] in (9, 10) and cudnn_version(version) > 91500
+    prefers_cudnn = capability[0] in (9, 10) and cudnn_version(version) > 91500
+    if os.environ.get("TORCH_CUDNN_SDPA_DEPRIORITIZED") == "1" or wanted[:3] != _ORDER or not prefers_cudnn:
+        return wanted
+    return [CUDNN, *_ORDER]
 
 
 def _flash(call: AttentionCall) -> bool:

@@ -20,7 +20,6 @@ from virtual_gpus.dispatch.timing import charge_attention
 from virtual_gpus.features.attention import memory as memory
 from virtual_gpus.features.attention.choice import CUDNN, EFFICIENT, FLASH, HALF
 from virtual_gpus.features.attention.numbers import Numbers
-from virtual_gpus.machine import VirtualGPU
 from virtual_gpus.placement.random_numbers import count_draws, default_generator
 from virtual_gpus.placement.storages import empty_in, put
 from virtual_gpus.threads import below, seen
@@ -50,7 +49,10 @@ def _forward(backend: int, call: OpCall) -> tuple[Any, ...]:
         out = empty_in(of_out, shape, query.dtype, strides)
     else:
         with unseen():
-            seed = _draw(gpu) if numbers.dropout else None
+            if numbers.dropout:  # a seed from the GPU's generator: one number, where CUDA moves its offset on
+                generator = default_generator(gpu)
+                count_draws(generator, 1)
+                seed = torch.empty((), dtype=torch.int64).random_(generator=generator)
             out, lse = numbers.forward(query, key, value, bias, seed)
             out = put(_with_strides(out, strides), of_out)
             lse = None if lse is None or of_lse is None else put(_shaped(lse, kernel.lse), of_lse)
@@ -116,13 +118,6 @@ def unseen():
 def _with_strides(result, strides):
     """`result` as CUDA's kernel lays it into memory."""
     return result if result.stride() == strides else result.new_empty_strided(result.shape, strides).copy_(result)
-
-
-def _draw(gpu: VirtualGPU):
-    """A seed from the GPU's generator: one number per call, where CUDA moves its generator's offset on."""
-    generator = default_generator(gpu)
-    count_draws(generator, 1)
-    return torch.empty((), dtype=torch.int64).random_(generator=generator)
 
 
 _DIRECTIONS: dict[str, Callable[..., tuple[Any, ...]]] = {"": _forward, "_backward": _backward}

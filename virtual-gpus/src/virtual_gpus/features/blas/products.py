@@ -9,6 +9,7 @@ way is not modelled.
 
 from __future__ import annotations
 
+import functools
 import os
 import threading
 
@@ -118,11 +119,6 @@ def with_workspace(call: OpCall, lt: bool = False):
     return result
 
 
-def through_lt(call: OpCall):
-    """Products that only cublasLt has: of bytes and of 8-bit floats."""
-    return with_workspace(call, True)
-
-
 def addmm(call: OpCall):
     """With a bias vector the product goes through cublasLt."""
     return with_workspace(call, handles_of(call.gpu).lt_is_on and _has_lt_bias(call))
@@ -146,7 +142,7 @@ def _has_lt_bias(call: OpCall) -> bool:
 RECIPES = {
     **dict.fromkeys(("mm", "bmm", "baddbmm", "baddbmm_", "addmm_", "addbmm", "addbmm_", "addmv", "addmv_", "mv", "dot",
                      "vdot", "linalg_solve_triangular", "triangular_solve"), with_workspace),
-    **dict.fromkeys(("_int_mm", "_scaled_mm"), through_lt),
+    **dict.fromkeys(("_int_mm", "_scaled_mm"), functools.partial(with_workspace, lt=True)),
     **dict.fromkeys(("addmm", "_addmm_activation"), addmm),
 }  # fmt: skip
 

@@ -103,9 +103,7 @@ def _try(gpu: VirtualGPU, size: int) -> None:
 
 def _laid_out(tensor: torch.Tensor | None, layout: torch.memory_format):
     """The result in CUDA's order of channels; the CPU's kernels and the meta ones pick their own."""
-    if tensor is None or tensor.is_contiguous(memory_format=layout):
-        return tensor
-    return tensor.contiguous(memory_format=layout)
+    return None if tensor is None else tensor.contiguous(memory_format=layout)
 
 
 def _packed(copies: ExitStack, gpu: VirtualGPU, tensor: torch.Tensor, layout: torch.memory_format) -> None:

@@ -21,17 +21,14 @@ _ROWS_PER_THREAD = 10
 
 def embedding_backward(call: OpCall):
     """The dense gradient of an embedding's weight."""
-    with call.scratch(*packed_copies(call, ("grad_output", "indices"))):
-        return _add_up_rows(call)
-
-
-def _add_up_rows(call: OpCall):
     indices, gradient = call["indices"], call["grad_output"]
     count, size = indices.numel(), indices.element_size()
-    by_frequency = call["scale_grad_by_freq"]
+    by_frequency, copies = call["scale_grad_by_freq"], packed_copies(call, ("grad_output", "indices"))
     if count <= _FEW and not by_frequency:
-        return call.run()
-    with call.scratch(*[nbytes(indices)] * (3 if by_frequency else 2)):  # sorted, where each was, how often
+        with call.scratch(*copies):
+            return call.run()
+    # Copies of inputs; the indices sorted, where each was, how often.
+    with call.scratch(*copies, *[nbytes(indices)] * (3 if by_frequency else 2)):
         _sort(call, count, size)
         result = call.run()
         segments = min(count, call["num_weights"])

@@ -1,11 +1,18 @@
-"""Reductions over many elements: partial results in GPU memory, see `memory_model.reduction_scratch`."""
+"""Reductions over many elements: partial results in GPU memory, see `memory_model.reduction_scratch`.
+
+Among them losses whose memory differs on CUDA, or with shapes only (aten/src/ATen/native/Loss.cpp, Activation.cpp).
+`mse_loss` and `smooth_l1_loss` reduce into the storage that was made for the loss of every element: the scalar keeps
+all of it alive. Their meta kernels make a small one, so with shapes only the size must be put right.
+"""
 
 from __future__ import annotations
 
 import torch
 
 from virtual_gpus.dispatch.op_call import OpCall
+from virtual_gpus.features.contiguous import NO_REDUCTION
 from virtual_gpus.memory_model import reduction_scratch
+from virtual_gpus.placement.storages import StorageAllocation, nbytes, put
 from virtual_gpus.threads import below
 
 
@@ -28,27 +35,17 @@ def _partial_bytes(call: OpCall, tensor: torch.Tensor) -> int:
     return 2 * (8 if dtype == torch.complex128 else 4) if dtype.is_complex else 8
 
 
-def reduction(call: OpCall):
-    """`sum`, `mean` and their like: one number per partial result."""
-    tensor = call.args[0]
+def reduction(call: OpCall, partial_bytes: int | None = None):
+    """`sum`, `mean` and their like: one number per partial result, unless it is said how many bytes one has."""
+    tensor, dim = call.args[0], call["dim"] if "dim" in call.op.names else None
     result = call.run()
-    take_buffers(call, tensor, _dims(call), _partial_bytes(call, tensor))
+    take_buffers(call, tensor, (dim,) if isinstance(dim, int) else dim, partial_bytes or _partial_bytes(call, tensor))
     return result
 
 
 def with_index(call: OpCall):
     """`argmax`, `max(dim)`, ...: a partial result is a number and its index, 16 bytes."""
-    tensor = call.args[0]
-    result = call.run()
-    take_buffers(call, tensor, _dims(call), 16)
-    return result
-
-
-def _dims(call: OpCall):
-    if "dim" not in call.op.names:
-        return None
-    dim = call["dim"]
-    return (dim,) if isinstance(dim, int) else dim
+    return reduction(call, 16)
 
 
 def histc(call: OpCall):
@@ -60,7 +57,56 @@ def histc(call: OpCall):
         return call.place(torch.histc(x.double(), call["bins"], call["min"], call["max"]).to(x.dtype))
 
 
+# ---- losses ------------------------------------------------------------------------------------------------------
+
+
+def reduced_in_place(call: OpCall):
+    """A loss per element, summed up into the same storage by way of a second one."""
+    if call["reduction"] == NO_REDUCTION:
+        return call.run()
+    result = call.compute()
+    shape, other = call["self"].shape, call["target"].shape
+    if other != shape:
+        shape = torch.broadcast_shapes(shape, other)  # its first call imports sympy, for half a second
+    whole = torch.Size(shape).numel() * result.element_size()
+    put(result, StorageAllocation(call.gpu, whole))
+    with call.scratch(whole):
+        take_buffers(call, torch.empty(shape, device="meta", dtype=result.dtype), None, 4)
+    return result
+
+
+def reduced(call: OpCall):
+    """A loss per element, then its sum or mean in a storage of its own."""
+    if call["reduction"] == NO_REDUCTION:
+        return call.run()
+    with call.scratch(nbytes(call["self"])):
+        return call.run()
+
+
+def log_sigmoid(call: OpCall):
+    """The CPU keeps exp(-|x|) for backward; CUDA computes it anew and keeps an empty buffer."""
+    result, kept = call.compute()
+    call.place(result)
+    put(kept, StorageAllocation(call.gpu, 0))
+    return result, kept
+
+
+def with_logits(call: OpCall):
+    """binary_cross_entropy_with_logits: log-sigmoid, the loss per element and a scaled copy, then the reduction."""
+    size = nbytes(call["self"])
+    with call.scratch(size, size):
+        result = call.run()
+        if call["reduction"] != NO_REDUCTION:
+            take_buffers(call, call["self"], None, 4)
+    return result
+
+
 RECIPES = {
+    "mse_loss": reduced_in_place,
+    "smooth_l1_loss": reduced_in_place,
+    "huber_loss": reduced,
+    "log_sigmoid_forward": log_sigmoid,
+    "binary_cross_entropy_with_logits": with_logits,
     "histc": histc,
     **dict.fromkeys(("sum", "mean", "nansum", "prod", "amax", "amin", "linalg_vector_norm", "norm"), reduction),
     **dict.fromkeys(("argmax", "argmin", "var", "std", "var_mean", "std_mean"), with_index),
