@@ -62,6 +62,10 @@ MIXTURES = {
     ),
     "index on another GPU": (lambda: one(device=0)[torch.tensor([0], device=1)], elsewhere("cuda:0")),
     "CPU tensor, GPU index": (lambda: one()[torch.tensor([0], device=1)], elsewhere("cpu")),
+    "mask": (
+        lambda: one(device=0).masked_fill(one(dtype=torch.bool), 0),
+        "expected self and mask to be on the same device, but got mask on cpu and self on cuda:0",
+    ),
 }
 
 

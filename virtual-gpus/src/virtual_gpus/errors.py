@@ -250,6 +250,11 @@ def indices_elsewhere(indexed: torch.device) -> RuntimeError:
     return RuntimeError(f"indices should be either on cpu or on the same device as the indexed tensor ({indexed})")
 
 
+def mask_elsewhere(mask: torch.device, self_: torch.device) -> RuntimeError:
+    """`x.masked_fill(mask, ...)` with a mask on another device (aten/src/ATen/native/cuda/Indexing.cu)."""
+    return RuntimeError(f"expected self and mask to be on the same device, but got mask on {mask} and self on {self_}")
+
+
 def convolution_weight_elsewhere(input_type: str, weight_type: str) -> RuntimeError:
     """A convolution whose weight is on a different device (aten/src/ATen/native/Convolution.cpp)."""
     return RuntimeError(f"Input type ({input_type}) and weight type ({weight_type}) should be the same")

@@ -47,6 +47,8 @@ def _mixture_error(call: OpCall, name: str, common: torch.device, device: torch.
     op = call.op
     if op.is_index and name == "indices":
         return errors.indices_elsewhere(common)
+    if op.base in ("masked_fill", "masked_fill_") and name == "mask":
+        return errors.mask_elsewhere(device, common)
     if op.base == "convolution" and name == "weight":
         if common.type != device.type:  # the types are compared first, and two GPUs have the same
             return errors.convolution_weight_elsewhere(*(torch.Tensor.type(t) for t in call.args[:2]))
