@@ -140,11 +140,6 @@ def _cast_weight(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return made
 
 
-def clear_cache() -> None:
-    """Forget the cast weights, and with them their memory."""
-    _cast_weights.clear()
-
-
 def widest(values, dtype: torch.dtype) -> torch.dtype:
     """The promote policy: float32 if any input has it, else the lower precision (`prioritize` in autocast_mode.h)."""
     for value in values:
@@ -248,15 +243,6 @@ def casting(name: str):
 # ---- on and off ------------------------------------------------------------------------------------------------------
 
 
-def follow() -> None:
-    """Call after this thread's autocast was switched: its operators must reach the kernels, or no longer."""
-    on = _enabled("cuda")
-    if on:
-        register()
-    this_thread.autocast = on
-    _include(_KEY, on)
-
-
 def names() -> list[str]:
     """The operators that this version of PyTorch casts and that have a kernel here, with their overloads."""
     has = torch._C._dispatch_has_kernel_for_dispatch_key
@@ -274,13 +260,14 @@ def register() -> None:
         warnings.simplefilter("ignore")  # PyTorch says that it had kernels here already; `forget` gives them back
         library = torch.library.Library("aten", "IMPL", "AutocastCUDA")
         for name in names():
-            library.impl(name, _POLICIES[name](_overload(name)))
+            base, _, overload = name.partition(".")
+            library.impl(name, _POLICIES[name](getattr(getattr(torch.ops.aten, base), overload or "default")))
         _library.append(library)
 
 
 def forget() -> None:
     """Give PyTorch its own kernels back. Called when the last virtual GPUs go off."""
-    clear_cache()
+    _cast_weights.clear()
     this_thread.autocast = False
     _include(_KEY, False)
     with _registering:
@@ -288,20 +275,19 @@ def forget() -> None:
             _library.pop()._destroy()
 
 
-def _overload(name: str):
-    base, _, overload = name.partition(".")
-    return getattr(getattr(torch.ops.aten, base), overload or "default")
-
-
 def set_autocast_enabled(*args) -> None:
-    """`set_autocast_enabled("cuda", True)`, or the old form without the device."""
+    """`set_autocast_enabled("cuda", True)`, or the old form without the device: operators reach the kernels or not."""
     _raw_set(*args)
-    follow()
+    on = _enabled("cuda")
+    if on:
+        register()
+    this_thread.autocast = on
+    _include(_KEY, on)
 
 
 def clear_autocast_cache() -> None:
     """Forget the weights that were cast; autocast does this when its outermost region ends."""
-    clear_cache()
+    _cast_weights.clear()
     _raw_clear()
 
 

@@ -11,12 +11,14 @@ from __future__ import annotations
 import functools
 import importlib
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from virtual_gpus.features.compile.fusion import compiled
+from virtual_gpus.features.compile.fusion import Fusion
 from virtual_gpus.machine import active
+from virtual_gpus.threads import this_thread
 
 _raw_compile = torch.compile
 _raw_set_stance = torch.compiler.set_stance
@@ -63,10 +65,28 @@ def compile(*args: Any, **kwargs: Any) -> Any:
         machine = active()
         if machine is not None and machine.settings.compile == "modelled":
             if isinstance(made, torch.nn.Module):
-                made.forward = compiled(made.forward)
+                made.forward = _fused(made.forward)
             elif args or "model" in kwargs:  # no decorator, which calls this function
-                made = compiled(made)
+                made = _fused(made)
     return made
+
+
+def _fused(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function`, whose operators are fused while GPUs with `compile="modelled"` are on."""
+
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        machine, before = active(), this_thread.compiled
+        if machine is None or machine.settings.compile != "modelled":
+            return function(*args, **kwargs)
+        machine.fusion = machine.fusion or Fusion()
+        this_thread.compiled = True
+        try:
+            return function(*args, **kwargs)
+        finally:
+            this_thread.compiled = before
+
+    return run
 
 
 def _say_once() -> None:

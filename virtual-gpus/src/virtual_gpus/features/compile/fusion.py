@@ -7,9 +7,8 @@ read again until an operator that is not fused needs it, and is then written onc
 
 from __future__ import annotations
 
-import functools
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ import torch
 from virtual_gpus.clock.cost import is_fusible
 from virtual_gpus.dispatch.op_call import OpCall
 from virtual_gpus.dispatch.timing import await_tensors
-from virtual_gpus.machine import VirtualGPU, active
+from virtual_gpus.machine import VirtualGPU
 from virtual_gpus.placement.storages import allocation_of, tensors_in
 from virtual_gpus.threads import this_thread
 
@@ -62,22 +61,3 @@ class Fusion:
         if unwritten:
             for key in found:
                 del self._unwritten[key]
-
-
-def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function`, whose operators are fused while GPUs with `compile="modelled"` are on."""
-
-    @functools.wraps(function)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        machine, before = active(), this_thread.compiled
-        if machine is None or machine.settings.compile != "modelled":
-            return function(*args, **kwargs)
-        if machine.fusion is None:
-            machine.fusion = Fusion()
-        this_thread.compiled = True
-        try:
-            return function(*args, **kwargs)
-        finally:
-            this_thread.compiled = before
-
-    return run

@@ -17,9 +17,7 @@ _raw_dropout = torch.dropout
 
 def dropout(input, p: float, train: bool):
     """`torch.dropout`, with CUDA's choice of operator for a tensor on a GPU."""
-    if active() is None or gpu_of(input) is None:
-        return _raw_dropout(input, p, train)
-    if not train or not 0 < p < 1 or input.numel() == 0:
+    if active() is None or gpu_of(input) is None or not train or not 0 < p < 1 or input.numel() == 0:
         return _raw_dropout(input, p, train)
     return torch.native_dropout(input, p, True)[0]
 
