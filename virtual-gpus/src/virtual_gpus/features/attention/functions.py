@@ -17,7 +17,7 @@ from virtual_gpus.dispatch.copies import is_transformed
 from virtual_gpus.dispatch.op_call import OpCall
 from virtual_gpus.entrance import entrance
 from virtual_gpus.features.attention.choice import EFFICIENT, FLASH, HALF, MATH, AttentionCall, choose
-from virtual_gpus.features.attention.fused import fused
+from virtual_gpus.features.attention.fused import KERNELS
 from virtual_gpus.features.attention.numbers import for_all_heads
 from virtual_gpus.features.autocast.casting import casting
 from virtual_gpus.features.distributed.collectives import arrived
@@ -101,7 +101,9 @@ def _attention(gpu, query, key, value, mask, dropout, causal, scale, gqa):
         query, key, value = (torch.nn.functional.pad(part, (0, -width % 8)) for part in (query, key, value))
     if mask is not None:
         mask = _expanded(mask, query, key, backend)
-    out = fused(backend, call.trains, query, key, value, mask, dropout, causal, scale)
+    options = () if backend == FLASH else (mask, call.trains)
+    operator = getattr(torch.ops.aten, KERNELS[backend].name).default
+    out = operator(query, key, value, *options, dropout, causal, scale=scale)[0]
     return out if out.shape[-1] == width else out[..., :width]
 
 

@@ -28,13 +28,6 @@ _AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCUDA)
 KERNELS: dict[int, type[memory.Kernel]] = {CUDNN: memory.Cudnn, FLASH: memory.Flash, EFFICIENT: memory.Efficient}
 
 
-def fused(backend: int, trains: bool, query, key, value, bias, dropout: float, causal: bool, scale: float | None):
-    """Attention by CUDNN, FLASH or EFFICIENT. `bias`: None, or what is added to the scores, in four dimensions."""
-    options = () if backend == FLASH else (bias, trains)
-    operator = getattr(torch.ops.aten, KERNELS[backend].name).default
-    return operator(query, key, value, *options, dropout, causal, scale=scale)[0]
-
-
 def _forward(backend: int, call: OpCall) -> tuple[Any, ...]:
     query, key, value, gpu = call["query"], call["key"], call["value"], call.gpu
     bias = None if backend == FLASH else call["attn_bias"]

@@ -26,7 +26,7 @@ from virtual_gpus.features.distributed.collectives import arrived
 from virtual_gpus.features.rnn import weights as weights
 from virtual_gpus.features.rnn.recurrent_call import RecurrentCall, bind, check
 from virtual_gpus.features.rnn.sizes import (
-    dropout_state_bytes,
+    DROPOUT_STATE,
     is_small,
     reserve_bytes,
     weight_offsets,
@@ -98,7 +98,7 @@ def _draw_dropout_state(call: RecurrentCall) -> None:
     if call.train and call.dropout > 0 and call.gpu not in _dropout_states:
         with scratch(call.gpu, 8):  # the seed
             pass
-        _dropout_states[call.gpu] = ScratchBlock(call.gpu, dropout_state_bytes(call.gpu.spec.multi_processor_count))
+        _dropout_states[call.gpu] = ScratchBlock(call.gpu, call.gpu.spec.multi_processor_count * DROPOUT_STATE)
 
 
 # ---- forward -------------------------------------------------------------------------------------------------------

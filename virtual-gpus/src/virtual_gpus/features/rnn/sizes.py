@@ -30,7 +30,7 @@ _RESERVED = {"LSTM": 5, "GRU": 6, "RNN": 1}  # sequences kept per layer; an LSTM
 _STATES = {"LSTM": 10, "GRU": 13, "RNN": 6}  # batch x hidden, per layer: copies of the states, and buffers of a step
 _PADDED_STATES = {"LSTM": 8, "GRU": 4, "RNN": 4}  # those of them that the padded layout asks for
 _SMALL = 3  # sequences that the small-hidden algorithm adds for each gate of each pass
-_DROPOUT_STATE_PER_PROCESSOR = 1024 * 48  # random states of cuRAND's XORWOW, one per thread
+DROPOUT_STATE = 1024 * 48  # per multiprocessor: states of cuRAND's XORWOW, one per thread
 
 
 class FittedCounts(NamedTuple):
@@ -138,8 +138,3 @@ def workspace_bytes(net: Network, small: bool, training: bool = True) -> int:
     # Integers per sequence and per step, each list from a multiple of 256 bytes on.
     lengths = sum(ceil(4 * count / 256) * 256 for count in (net.batch, net.time))
     return total + states * net.batch * net.hidden * net.itemsize + lengths
-
-
-def dropout_state_bytes(multi_processor_count: int) -> int:
-    """The random states that cuDNN's dropout keeps on a GPU for the rest of the process."""
-    return multi_processor_count * _DROPOUT_STATE_PER_PROCESSOR
