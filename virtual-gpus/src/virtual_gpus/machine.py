@@ -200,6 +200,11 @@ class VirtualMachine:
             return 0.0
         return self.clock.tracks[gpu.slot].load(self.clock.now)
 
+    @property
+    def is_inherited(self) -> bool:
+        """True in a forked process whose parent switched the machine on."""
+        return self.registry is not None and self.registry.made_by != os.getpid()
+
     def facts(self) -> dict[str, Any]:
         """What a child needs to know to have the same GPUs, as JSON can say it."""
         gpus = [[gpu.spec.name, gpu.uuid, gpu.memory, gpu.spec.capability] for gpu in self.slots]

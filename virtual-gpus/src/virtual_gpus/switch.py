@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import os
 import threading
 from collections.abc import Callable
 from typing import Any, Concatenate, ParamSpec, TypeVar, cast
@@ -121,6 +120,6 @@ def renew_inherited() -> None:
     Afterwards, the tensors on the parent's GPUs are CPU tensors in this process. In other processes this does nothing.
     """
     inherited = active()
-    if inherited is not None and inherited.registry is not None and inherited.registry.made_by != os.getpid():
+    if inherited is not None and inherited.is_inherited:
         virtual_gpus(**inherited.settings.arguments()).start()
         machine.remove(inherited)
