@@ -113,7 +113,7 @@ class VirtualMachine:
         self.first_options: Callable[[], Options] = Options  # what they are at CUDA's start
         self.start_in_child: Callable[..., None] | None = None  # by `switch`, which lies above
         self.history: Any = None  # of the memory, a `snapshots.history.Recorder` per GPU; made at the first use
-        self._local = threading.local()  # `index`: that of each thread's current GPU
+        self.of_thread = threading.local()  # `index`: that of each thread's current GPU
 
     @functools.cached_property
     def gpus(self) -> list[VirtualGPU]:
@@ -159,11 +159,11 @@ class VirtualMachine:
     @property
     def current(self) -> int:
         """Index of this thread's current GPU; every thread starts at 0, as in CUDA."""
-        return getattr(self._local, "index", 0)
+        return getattr(self.of_thread, "index", 0)
 
     @current.setter
     def current(self, index: int) -> None:
-        self._local.index = index
+        self.of_thread.index = index
 
     # What allocators ask about streams, see `stream_waits.NoClock`. Later clocks take the place of this one.
 

@@ -58,6 +58,6 @@ def get_device_module(device=None):
 def patches():
     """See `features`."""
     rows = in_package("torch.accelerator", current_accelerator, empty_host_cache, memory_stats, **_SAME)
-    exchanging = ("_accelerator_exchangeDevice", "_accelerator_maybeExchangeDevice")  # `with device_index(1):`
-    rows += [(torch._C, name, cuda._exchange_device) for name in exchanging]
+    rows += [(torch._C, "_accelerator_exchangeDevice", cuda._exchange_device),  # `with device_index(1):`
+             (torch._C, "_accelerator_maybeExchangeDevice", cuda._maybe_exchange_device)]  # fmt: skip
     return rows + [(torch, "get_device_module", get_device_module), (torch._C, "_get_accelerator", _get_accelerator)]

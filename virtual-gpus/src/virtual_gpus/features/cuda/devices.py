@@ -62,11 +62,23 @@ def set_device(device) -> None:
 
 
 def _exchange_device(device: int) -> int:
-    if device < 0:
-        return -1
+    """The beginning of `with torch.cuda.device`. It is not in the block yet: Ctrl-C leaves the GPU as it was."""
     before = active().current
-    set_device(device)
-    return before
+    try:
+        set_device(device)
+    except KeyboardInterrupt:
+        active().current = before
+        raise
+    return before if device >= 0 else -1
+
+
+def _maybe_exchange_device(device: int) -> int:
+    """The end of `with torch.cuda.device`, where PyTorch's function in C++ cannot be interrupted."""
+    try:
+        return _exchange_device(device)
+    except KeyboardInterrupt:
+        set_device(device)
+        raise
 
 
 def synchronize(device=None) -> None:
@@ -167,10 +179,10 @@ class DefaultGenerators:
 def patches():
     """See `features`."""
     functions = (is_available, device_count, is_initialized, _lazy_init, _lazy_call, current_device, set_device,
-                 synchronize, _exchange_device, get_device_properties, can_device_access_peer, is_bf16_supported,
-                 is_tf32_supported, get_arch_list, ipc_collect, _is_in_bad_fork, utilization,
+                 synchronize, _exchange_device, _maybe_exchange_device, get_device_properties, can_device_access_peer,
+                 is_bf16_supported, is_tf32_supported, get_arch_list, ipc_collect, _is_in_bad_fork, utilization,
                  device_memory_used)  # fmt: skip
-    others = {"init": _lazy_init, "memory_usage": utilization, "_maybe_exchange_device": _exchange_device}
+    others = {"init": _lazy_init, "memory_usage": utilization}
     return in_package("torch.cuda", *functions, **others) + [
         (torch._C, "_cuda_setDevice", set_device),
         (torch, "Generator", Generator),

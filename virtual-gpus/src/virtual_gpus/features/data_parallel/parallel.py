@@ -85,6 +85,7 @@ class SequentialThread:
     def start(self) -> None:
         """Run now, and leave the thread's settings as they were."""
         target, args, kwargs = self._call
+        thread = active().of_thread  # set below by C alone: Ctrl-C comes at the beginning of functions of Python
         index, grad, lower = active().current, torch.is_grad_enabled(), torch.get_autocast_dtype("cuda")
         outer = this_thread.worker, this_thread.in_backward
         clock = active().clock
@@ -98,7 +99,7 @@ class SequentialThread:
                 target(*args, **kwargs)
         finally:
             clock.share = share
-            active().current = index
+            thread.index = index
             torch.set_autocast_dtype("cuda", lower)
             torch._C._set_grad_enabled(grad)  # one call into C++, which Ctrl-C cannot cut in two
             _end(worker, outer)

@@ -140,7 +140,7 @@ def _apply(self, *gradients):
     try:
         return _raw_apply(self, *gradients)
     finally:
-        machine.current = outer
+        machine.of_thread.index = outer  # by C alone, which Ctrl-C cannot cut in two
 
 
 @classmethod
