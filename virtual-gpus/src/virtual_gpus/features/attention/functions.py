@@ -20,9 +20,9 @@ from virtual_gpus.features.attention.choice import EFFICIENT, FLASH, HALF, MATH,
 from virtual_gpus.features.attention.fused import KERNELS
 from virtual_gpus.features.attention.numbers import for_all_heads
 from virtual_gpus.features.autocast.casting import casting
-from virtual_gpus.features.distributed.collectives import arrived
 from virtual_gpus.machine import active
 from virtual_gpus.placement.storages import device_of, gpu_of, is_wrapper
+from virtual_gpus.placement.wrappers import arrived, is_dtensor
 from virtual_gpus.threads import this_thread
 from virtual_gpus.versions import ATTENTION_IN_THREE_DIMENSIONS
 
@@ -45,11 +45,6 @@ def scaled_dot_product_attention(
     inputs = (query, key, value) if attn_mask is None else (query, key, value, attn_mask)
     call = _raw if _is_elsewhere(query) or _is_wrong(*inputs, dropout=dropout_p) else _on_gpu
     return call(query, key, value, attn_mask, dropout_p, is_causal, **rest)
-
-
-def is_dtensor(value) -> bool:
-    """True for a DTensor; asks without importing what makes them."""
-    return is_wrapper(type(value)) and hasattr(value, "to_local")
 
 
 def _is_elsewhere(query) -> bool:

@@ -52,7 +52,7 @@ from virtual_gpus.features.distributed.groups import (
 )
 from virtual_gpus.features.distributed.whereabouts import connect, tell_who_is_missing, wait_for_all
 from virtual_gpus.machine import VirtualGPU
-from virtual_gpus.placement.storages import allocation_of, gpu_of, is_wrapper, tensors_in
+from virtual_gpus.placement.storages import allocation_of, gpu_of, tensors_in
 from virtual_gpus.threads import below, this_thread
 
 _SENDS, _RECEIVES = ("send", "isend"), ("recv_", "recv_any_source_", "irecv")
@@ -403,26 +403,6 @@ def unawaited(call: OpCall) -> torch.Tensor:
     from torch.distributed._functional_collectives import AsyncCollectiveTensor  # loaded, since it was called
 
     return AsyncCollectiveTensor(call.args[0])
-
-
-def arrived(tensor: Any) -> Any:
-    """`tensor`, or the plain tensor in one that waits when it is first used, which is now.
-
-    For functions that run in the place of PyTorch's own and compute below the dispatch mode.
-    """
-    if not is_wrapper(type(tensor)) or type(tensor).__name__ != "AsyncCollectiveTensor":
-        return tensor
-    return _Arrived.apply(tensor) if tensor.requires_grad and torch.is_grad_enabled() else tensor.wait()
-
-
-class _Arrived(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, tensor):
-        return tensor.wait().detach()  # not the tensor inside itself, which has no graph
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient
 
 
 # ---- tensors and groups ----------------------------------------------------------------------------------------------

@@ -15,9 +15,7 @@ from virtual_gpus.dispatch import known
 from virtual_gpus.dispatch.op_call import OpCall
 from virtual_gpus.dispatch.timing import charge_kernel
 from virtual_gpus.entrance import entrance
-from virtual_gpus.features.attention.functions import is_dtensor
 from virtual_gpus.features.contiguous import packed_copies
-from virtual_gpus.features.distributed.collectives import arrived
 from virtual_gpus.memory_model import power_of_2
 from virtual_gpus.placement.storages import (
     StorageAllocation,
@@ -29,6 +27,7 @@ from virtual_gpus.placement.storages import (
     put,
     scratch,
 )
+from virtual_gpus.placement.wrappers import arrived, is_dtensor
 from virtual_gpus.threads import below
 
 _MANY_ROWS = 64 * 1024

@@ -22,7 +22,6 @@ from torch.overrides import handle_torch_function, has_torch_function
 from virtual_gpus.dispatch.timing import charge_recurrent
 from virtual_gpus.entrance import entrance
 from virtual_gpus.features.autocast import casting
-from virtual_gpus.features.distributed.collectives import arrived
 from virtual_gpus.features.rnn import weights as weights
 from virtual_gpus.features.rnn.recurrent_call import RecurrentCall, bind, check
 from virtual_gpus.features.rnn.sizes import (
@@ -35,6 +34,7 @@ from virtual_gpus.features.rnn.sizes import (
 from virtual_gpus.machine import active
 from virtual_gpus.placement.random_numbers import default_generator
 from virtual_gpus.placement.storages import ScratchBlock, StorageAllocation, gpu_of, nbytes, put, scratch
+from virtual_gpus.placement.wrappers import arrived
 from virtual_gpus.threads import this_thread
 
 _NOT_FLAT = (

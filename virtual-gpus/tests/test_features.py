@@ -1,0 +1,74 @@
+"""A feature is one folder: the package runs without any of them, but for the three that a tensor on a GPU is made of."""
+
+import ast
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from virtual_gpus import features
+
+FOLDER = Path(features.__file__).parent
+FEATURES = sorted({path.stem for path in FOLDER.iterdir() if path.stem.strip("_") == path.stem} - {"__init__"})
+# "cuda" says that there are GPUs, "tensors" which one a tensor is on, with the streams of its backward pass.
+BASE = {"cuda", "streams", "tensors"}
+# What else goes, because it imports the feature: no other feature may need one that is not named here.
+GO_TOO = {"autocast": {"attention", "rnn"}, "contiguous": {"conv", "recipes"}}
+PROGRAM = """
+import importlib.abc, os, pkgutil, sys
+import torch
+
+class Gone(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if any(f"{name}.".startswith(f"virtual_gpus.features.{feature}.") for feature in GONE):
+            raise ModuleNotFoundError(name)
+
+def modules(*args, **options):
+    found = walk(*args, **options)
+    return (module for module in found if module.name.removeprefix("virtual_gpus.features.") not in GONE)
+
+def train():
+    from virtual_gpus import virtual_gpus
+    with virtual_gpus(2):
+        net = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.Flatten(), torch.nn.Linear(16, 5)).to("cuda:1")
+        net(torch.ones(2, 3, 4, 4, device="cuda:1")).softmax(1).sum().backward()
+        assert net[0].weight.grad.device == torch.device("cuda:1") and torch.cuda.memory_allocated(1) > 0
+        try:
+            net(torch.ones(2, 3, 4, 4))
+        except RuntimeError:
+            return
+        raise AssertionError("devices were mixed")
+
+walk, pkgutil.iter_modules = pkgutil.iter_modules, modules
+sys.meta_path.insert(0, Gone())
+for GONE in CASES:
+    child = os.fork()
+    if not child:
+        print(GONE, flush=True)
+        train()
+        os._exit(0)
+    assert not os.waitpid(child, 0)[1]
+"""
+
+
+def used_by(name):
+    """The features that a feature imports."""
+    files = [FOLDER / f"{name}.py"] if (FOLDER / f"{name}.py").exists() else (FOLDER / name).rglob("*.py")
+    nodes = [node for path in files for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))]
+    modules = [node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)]
+    return {module.split(".")[2] for module in modules if module.startswith("virtual_gpus.features.")} - {name}
+
+
+def test_features_that_go_with_another_are_few():
+    uses = {name: used_by(name) for name in FEATURES}
+    for name in set(FEATURES) - BASE:
+        assert {other for other in FEATURES if name in uses[other]} == GO_TOO.get(name, set()), name
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="a process for each feature, with PyTorch imported once")
+def test_a_network_trains_without_any_of_the_others():
+    cases = [{name} | GO_TOO.get(name, set()) for name in FEATURES if name not in BASE]
+    cases.append(set(FEATURES) - BASE)
+    run = subprocess.run([sys.executable, "-c", f"CASES = {cases!r}\n{PROGRAM}"], capture_output=True, text=True)
+    assert not run.returncode, run.stdout + run.stderr
