@@ -196,7 +196,7 @@ def test_frames_show_the_program_and_not_how_virtual_gpus_work(shapes_only):
         worker.join()
         snapshot = memory._snapshot()
     assert not torch._C._cuda_isHistoryEnabled() and trace() == []  # recording has ended with its GPUs
-    assert inner.gpus[0].allocator.observers == [] and not inner.history[0].entries
+    assert inner.gpus[0].allocator.observers == [] and not inner.feature_state["snapshots"][0].entries
     stacks = [event["frames"] for events in snapshot["device_traces"] for event in events]
     assert len(stacks) > 100
     for frames in stacks:

@@ -47,8 +47,7 @@ class VirtualGPU:
         self.allocator = CachingAllocator(self.memory, first_address=FIRST_ADDRESS + (slot << 44))
         self.allocator.clock = machine
         self.generator = None  # made on first use, with torch (see random_numbers)
-        self.blas = None  # likewise (see `features.blas.products`)
-        self.cudnn: dict[tuple, int] = {}  # bytes of the workspaces so far (see `features.conv.convolutions`)
+        self.feature_state: dict[str, Any] = {}  # what features keep for this GPU, each under its own name
         self.of_thread = _OfThread()
         self.uuid = f"GPU-00000000-0000-4000-8000-{slot:012d}"
 
@@ -112,7 +111,7 @@ class VirtualMachine:
         self.options: Options | None = None  # of all allocators; None before CUDA's start
         self.first_options: Callable[[], Options] = Options  # what they are at CUDA's start
         self.start_in_child: Callable[..., None] | None = None  # by `switch`, which lies above
-        self.history: Any = None  # of the memory, a `snapshots.history.Recorder` per GPU; made at the first use
+        self.feature_state: dict[str, Any] = {}  # what features keep for this machine, each under its own name
         self.of_thread = threading.local()  # `index`: that of each thread's current GPU
 
     @functools.cached_property

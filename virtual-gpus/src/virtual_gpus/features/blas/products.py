@@ -73,9 +73,16 @@ class Handles:
 
 def handles_of(gpu: VirtualGPU) -> Handles:
     """The GPU's handles, made at the first use."""
-    if gpu.blas is None:
-        gpu.blas = Handles(gpu)
-    return gpu.blas
+    handles = gpu.feature_state.get("blas")
+    if handles is None:
+        handles = gpu.feature_state["blas"] = Handles(gpu)
+    return handles
+
+
+def leave_handle(gpu: VirtualGPU, holder) -> None:
+    """`holder`, a thread, has ended. If it had a handle on the GPU, the next thread may have it."""
+    if "blas" in gpu.feature_state:
+        gpu.feature_state["blas"].leave(holder)
 
 
 # ---- operators ------------------------------------------------------------------------------------------------------
@@ -108,7 +115,7 @@ def with_workspace(call: OpCall, lt: bool = False):
     result = call.run()
     if not all(map(torch.Tensor.numel, call.tensors)):
         return result
-    handles = call.gpu.blas or handles_of(call.gpu)
+    handles = call.gpu.feature_state.get("blas") or handles_of(call.gpu)
     first = _FIRST.get(call.op.base)
     for matrix in () if first is None else call.args[first : first + 2]:
         if not matrix.is_contiguous():

@@ -84,9 +84,10 @@ def _tensor_cores(gpu: VirtualGPU, dtype: torch.dtype) -> bool:
 
 def _with_cudnn(gpu: VirtualGPU, step: str, shape: workspaces.Shape) -> None:
     """Take and give back the workspace of one cuDNN call. step: the name of its function in `workspaces`."""
-    size = gpu.cudnn.get((step, shape))
+    sizes = gpu.feature_state.setdefault("conv", {})  # in bytes, of the workspaces so far
+    size = sizes.get((step, shape))
     if size is None:
-        size = gpu.cudnn[step, shape] = getattr(workspaces, step)(shape)
+        size = sizes[step, shape] = getattr(workspaces, step)(shape)
         if torch._C._get_cudnn_benchmark():  # asked only here: a kernel that was found without the flag stays
             _try(gpu, workspaces.largest(step, shape))
             gpu.allocator.empty_cache()

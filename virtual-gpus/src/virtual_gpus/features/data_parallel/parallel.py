@@ -15,6 +15,7 @@ import torch
 
 from virtual_gpus.clock.clock import ConcurrentThreads
 from virtual_gpus.clock.traffic import ring_seconds
+from virtual_gpus.features.blas.products import leave_handle
 from virtual_gpus.machine import VirtualGPU, active
 from virtual_gpus.placement.storages import device_of, gpu_of
 from virtual_gpus.threads import this_thread
@@ -112,8 +113,7 @@ def _end(worker: object, outer: tuple[object | None, bool]) -> None:
     """Be the caller's thread again. The replica's cuBLAS handles are free for the next one, and for autograd's."""
     this_thread.worker, this_thread.in_backward = outer
     for gpu in active().slots:
-        if gpu.blas is not None:
-            gpu.blas.leave(worker)
+        leave_handle(gpu, worker)
 
 
 # ---- foreach and fused optimizers ---------------------------------------------------------------------------------

@@ -140,14 +140,14 @@ def _call_of(observer, gpu):
 
 def _recorders(machine: VirtualMachine) -> list[Recorder]:
     """The recorder of each GPU of the machine, made at the first use."""
-    if machine.history is None:
-        machine.history = [Recorder(gpu.allocator) for gpu in machine.gpus]
-    return machine.history
+    if "snapshots" not in machine.feature_state:
+        machine.feature_state["snapshots"] = [Recorder(gpu.allocator) for gpu in machine.gpus]
+    return machine.feature_state["snapshots"]
 
 
 def stop(machine: VirtualMachine) -> None:
     """Record no more and forget what was recorded."""
-    for recorder in machine.history or ():
+    for recorder in machine.feature_state.get("snapshots", ()):
         recorder.stop()
 
 
