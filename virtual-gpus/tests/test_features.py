@@ -14,7 +14,8 @@ FEATURES = sorted({path.stem for path in FOLDER.iterdir() if path.stem.strip("_"
 # "cuda" says that there are GPUs, "tensors" which one a tensor is on, with the streams of its backward pass.
 BASE = {"cuda", "streams", "tensors"}
 # What else goes, because it imports the feature: no other feature may need one that is not named here.
-GO_TOO = {"autocast": {"attention", "rnn"}, "blas": {"data_parallel"}, "contiguous": {"conv", "recipes"}}
+GO_TOO = {"autocast": {"attention", "rnn"}, "blas": {"data_parallel"}, "contiguous": {"conv", "recipes"},
+          "half_precision": {"attention", "rnn"}}  # fmt: skip
 PROGRAM = """
 import importlib.abc, os, pkgutil, sys
 import torch

@@ -6,18 +6,14 @@ Most operators need nothing: their inputs must share a GPU and their outputs sta
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch._library.custom_ops import OPDEFS
-from torch.utils._pytree import tree_map_only
 
 from virtual_gpus.clock.cost import depends_on_strides, tf32_setting
 
-_MATRICES = ("mm", "bmm", "addmm", "baddbmm")
-_WIDENED = (*_MATRICES, "convolution", "convolution_backward")
 # Of the devices that a custom operator has functions for; None stands for all others.
 _KEYS = {"cuda": torch._C.DispatchKey.CUDA, "cpu": torch._C.DispatchKey.CPU,
          None: torch._C.DispatchKey.CompositeExplicitAutograd}  # fmt: skip
@@ -50,10 +46,12 @@ _CROSSES_DEVICES = {"copy_", "_foreach_copy_", "set_", "_copy_from", "_copy_from
 _COLLECTIVES = ("c10d", "_c10d_functional", "_dtensor")  # namespaces
 
 
-# Filled from above. By base name ("mm"): what CUDA refuses or waits for before an operator runs, and the operators that
-# it runs with other memory than the CPU. By kind (`Operator.kind`): what is done with an `OpCall`.
+# Filled from above (`features`). By base name ("mm"): what CUDA refuses or waits for before an operator runs; the
+# operators that it runs with other memory than the CPU; given an overload, what computes in the place of the CPU's
+# kernel, or None. By kind (`Operator.kind`): what is done with an `OpCall`.
 CHECKS: dict[str, Callable[..., None]] = {}
 RECIPES: dict[str, Callable[..., Any]] = {}
+CPU_KERNELS: dict[str, Callable[[torch._ops.OpOverload], Callable[..., Any] | None]] = {}
 ROUTES: dict[str, Callable[..., Any]] = {}
 
 
@@ -84,11 +82,8 @@ class Operator:
         )
         self.draws = self.has_generator or self.draws_by_default or self.with_generator is not None
         if func.namespace == "aten":
-            self.kernel = func._op  # as `func` does itself, with a call into Python
-            if self.base in _MATRICES and schema.overload_name.startswith("dtype"):  # which the CPU has no kernel for
-                self.kernel = functools.partial(_in_another_dtype, getattr(torch, self.base))
-            elif self.base in _WIDENED and not schema.overload_name and (slow := slow_types()):
-                self.kernel = functools.partial(_widened, func._op, slow)
+            other = CPU_KERNELS[self.base](func) if self.base in CPU_KERNELS else None
+            self.kernel = other or func._op  # as `func` does itself, with a call into Python
             takes = [a for a in arguments if "Tensor" in str(a.type)]
             self.takes_first = max((self.names.index(a.name) + 1 for a in takes if not a.kwarg_only), default=0)
             self.takes_by_name = any(a.kwarg_only for a in takes)
@@ -136,32 +131,6 @@ class Operator:
         if name not in self._defaults:  # asked once: each answer is made anew in C++
             self._defaults[name] = self.func._schema.arguments[self.positions[name]].default_value
         return self._defaults[name]
-
-
-def _in_another_dtype(product: Callable[..., torch.Tensor], *args: Any, **options: Any) -> torch.Tensor:
-    """A product of matrices whose last argument is the dtype of the result, in which the GPU adds up."""
-    *matrices, dtype = args
-    return product(*(matrix.to(dtype) for matrix in matrices), **options)
-
-
-@functools.cache
-def slow_types() -> tuple[torch.dtype, ...]:
-    """The types of half precision for which oneDNN has no kernels on this CPU. PyTorch's own are 10 to 70 times slower.
-
-    Measured with products of 1,024 x 1,024 on a CPU with AVX2 alone.
-    """
-    mkldnn = torch.ops.mkldnn
-    has = {torch.bfloat16: mkldnn._is_mkldnn_bf16_supported(), torch.float16: mkldnn._is_mkldnn_fp16_supported()}
-    return tuple(dtype for dtype, supported in has.items() if not supported)
-
-
-def _widened(kernel: Callable[..., Any], slow: tuple[torch.dtype, ...], *args: Any, **options: Any) -> Any:
-    """Compute in float32 and round once, as a GPU does, whose sums of half precision are in float32."""
-    dtype = args[0].dtype
-    if dtype not in slow or args[0].is_meta:
-        return kernel(*args, **options)
-    wide = [a.float() if isinstance(a, torch.Tensor) and a.dtype is dtype else a for a in args]
-    return tree_map_only(torch.Tensor, lambda result: result.to(dtype), kernel(*wide, **options))
 
 
 def _python_functions(func) -> dict[torch._C.DispatchKey, Callable[..., Any]]:

@@ -6,6 +6,7 @@ have these names, which are all that the package knows of it:
     patches()        what answers for PyTorch's names while virtual GPUs are on, as `patches.table` wants it
     RECIPES          by the base name of an operator ("mm"): how CUDA uses memory for it, see `features.recipes`
     CHECKS           by base name: what CUDA refuses or waits for before the operator runs
+    CPU_KERNELS      by base name: given an overload, what computes in the place of the CPU's kernel, or None
     ROUTES           by kind of operator (`operators.Operator.kind`): what is done with one
     prepare()        called before the patches go in, when the first virtual GPUs go on
     forget()         called before the patches are taken out, when the last ones go off
@@ -52,6 +53,7 @@ def _merged(name: str) -> dict[str, Any]:
 
 operators.RECIPES.update(_merged("RECIPES"))
 operators.CHECKS.update(_merged("CHECKS"))
+operators.CPU_KERNELS.update(_merged("CPU_KERNELS"))
 operators.ROUTES.update(routes.ROUTES | _merged("ROUTES"))
 
 

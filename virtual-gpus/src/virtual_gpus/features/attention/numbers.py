@@ -13,7 +13,7 @@ import math
 import torch
 
 from virtual_gpus.features.attention.choice import HALF
-from virtual_gpus.operators import slow_types
+from virtual_gpus.features.half_precision import slow_types
 
 _fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _fused_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default

@@ -9,8 +9,8 @@ from contextlib import ExitStack
 import torch
 
 from virtual_gpus.errors import scalar_type
+from virtual_gpus.features.half_precision import slow_types
 from virtual_gpus.features.rnn.sizes import Network
-from virtual_gpus.operators import slow_types
 from virtual_gpus.placement.random_numbers import drawing_from
 from virtual_gpus.placement.storages import device_of, record_of
 from virtual_gpus.threads import below
