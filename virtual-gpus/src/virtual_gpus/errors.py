@@ -231,15 +231,6 @@ def _off(gpu: Any) -> str:
     )
 
 
-def lengths_on_gpu(name: str, tensor: torch.Tensor) -> RuntimeError:
-    """The host reads the lengths of a packed sequence, so they must be on the CPU.
-
-    The text is that of aten/src/ATen/native/PackedSequence.cpp.
-    """
-    found = f"{tensor.dim()}D {tensor.device} {scalar_type(tensor)} tensor"
-    return RuntimeError(f"'{name}' argument should be a 1D CPU int64 tensor, but got {found}")
-
-
 def scalar_type(tensor: torch.Tensor) -> str:
     """The type of a tensor's numbers as C++ calls it: "Float" for torch.float32."""
     return torch._C.TensorBase.type(tensor).rpartition(".")[2].removesuffix("Tensor")

@@ -18,27 +18,6 @@ from virtual_gpus.clock.cost import depends_on_strides, tf32_setting
 _KEYS = {"cuda": torch._C.DispatchKey.CUDA, "cpu": torch._C.DispatchKey.CPU,
          None: torch._C.DispatchKey.CompositeExplicitAutograd}  # fmt: skip
 
-# Arguments that CUDA wants, or takes, on the CPU.
-_ON_THE_HOST = {
-    "_pack_padded_sequence": {"lengths"},
-    "_pad_packed_sequence": {"batch_sizes"},
-    "_pack_padded_sequence_backward": {"batch_sizes"},
-    "lstm": {"batch_sizes"},
-    "gru": {"batch_sizes"},
-    "rnn_tanh": {"batch_sizes"},
-    "rnn_relu": {"batch_sizes"},
-    "index": {"indices"},
-    "_unsafe_index": {"indices"},
-    "index_put": {"indices"},
-    "index_put_": {"indices"},
-    "_index_put_impl_": {"indices"},
-    "_unsafe_index_put": {"indices"},
-    "index_fill_": {"index"},  # x[i] = 5 ends here if x is on the CPU for C++; on CUDA it is index_put_
-    "_ctc_loss": {"input_lengths", "target_lengths"},
-    "tensor_split": {"tensor_indices_or_sections"},
-}
-# Results that stay on the CPU: the lengths of a packed sequence.
-_RESULTS_ON_THE_HOST = {"_pack_padded_sequence": 1, "_pad_packed_sequence": 1}
 _CROSSES_DEVICES = {"copy_", "_foreach_copy_", "set_", "_copy_from", "_copy_from_and_resize", "record_stream",
                     "_has_compatible_shallow_copy_type"}  # fmt: skip
 
@@ -48,10 +27,12 @@ _COLLECTIVES = ("c10d", "_c10d_functional", "_dtensor")  # namespaces
 
 # Filled from above (`features`). By base name ("mm"): what CUDA refuses or waits for before an operator runs; the
 # operators that it runs with other memory than the CPU; given an overload, what computes in the place of the CPU's
-# kernel, or None. By kind (`Operator.kind`): what is done with an `OpCall`.
+# kernel, or None; the arguments that CUDA wants, or takes, on the CPU. By kind (`Operator.kind`): what is done with an
+# `OpCall`.
 CHECKS: dict[str, Callable[..., None]] = {}
 RECIPES: dict[str, Callable[..., Any]] = {}
 CPU_KERNELS: dict[str, Callable[[torch._ops.OpOverload], Callable[..., Any] | None]] = {}
+ON_THE_HOST: dict[str, set[str]] = {}
 ROUTES: dict[str, Callable[..., Any]] = {}
 
 
@@ -100,9 +81,8 @@ class Operator:
         if func.namespace != "aten" and (functions := _python_functions(func)):
             self.kernels, self.is_composite = functions, True
         self.is_index = "index" in self.base and "indices" in self.names
-        self.allowed_on_host = _ON_THE_HOST.get(self.base, frozenset())
+        self.allowed_on_host = ON_THE_HOST.get(self.base, frozenset())
         self.check = CHECKS.get(self.base)
-        self.host_result = _RESULTS_ON_THE_HOST.get(self.base)
         self.written = {a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write}
         returns = func._schema.returns
         self.is_view = bool(returns) and returns[0].alias_info is not None and not returns[0].alias_info.is_write

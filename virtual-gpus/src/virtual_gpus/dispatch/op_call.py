@@ -100,7 +100,7 @@ class OpCall:
     def run(self) -> Any:
         """Compute, and place all results in the order in which they are returned."""
         result = run_kernel(self)
-        place_all(result if self.op.host_result is None else result[: self.op.host_result], self.gpu)
+        place_all(result, self.gpu)
         return result
 
     def run_in_place(self, tensor: torch.Tensor) -> torch.Tensor:

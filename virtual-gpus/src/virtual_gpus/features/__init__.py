@@ -7,6 +7,7 @@ have these names, which are all that the package knows of it:
     RECIPES          by the base name of an operator ("mm"): how CUDA uses memory for it, see `features.recipes`
     CHECKS           by base name: what CUDA refuses or waits for before the operator runs
     CPU_KERNELS      by base name: given an overload, what computes in the place of the CPU's kernel, or None
+    ON_THE_HOST      by base name: the arguments that CUDA wants, or takes, on the CPU
     ROUTES           by kind of operator (`operators.Operator.kind`): what is done with one
     prepare()        called before the patches go in, when the first virtual GPUs go on
     forget()         called before the patches are taken out, when the last ones go off
@@ -54,6 +55,7 @@ def _merged(name: str) -> dict[str, Any]:
 operators.RECIPES.update(_merged("RECIPES"))
 operators.CHECKS.update(_merged("CHECKS"))
 operators.CPU_KERNELS.update(_merged("CPU_KERNELS"))
+operators.ON_THE_HOST.update(_merged("ON_THE_HOST"))
 operators.ROUTES.update(routes.ROUTES | _merged("ROUTES"))
 
 

@@ -98,6 +98,11 @@ RECIPES = {
 }
 CHECKS = dict.fromkeys(("index", "_unsafe_index"), send_indices)
 CHECKS |= dict.fromkeys(("index_put", "index_put_", "_index_put_impl_", "_unsafe_index_put"), send_and_count)
+ON_THE_HOST = dict.fromkeys(
+    ("index", "_unsafe_index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index_put"), {"indices"}
+)
+ON_THE_HOST["index_fill_"] = {"index"}  # x[i] = 5 ends here if x is on the CPU for C++; on CUDA it is index_put_
+ON_THE_HOST["tensor_split"] = {"tensor_indices_or_sections"}
 
 
 def patches():

@@ -111,3 +111,4 @@ RECIPES = {
     **dict.fromkeys(("sum", "mean", "nansum", "prod", "amax", "amin", "linalg_vector_norm", "norm"), reduction),
     **dict.fromkeys(("argmax", "argmin", "var", "std", "var_mean", "std_mean"), with_index),
 }
+ON_THE_HOST = {"_ctc_loss": {"input_lengths", "target_lengths"}}

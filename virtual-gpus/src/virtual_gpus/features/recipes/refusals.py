@@ -12,10 +12,8 @@ from collections.abc import Callable
 import torch
 from torch._prims_common import alert_not_deterministic
 
-from virtual_gpus import errors
 from virtual_gpus.dispatch.op_call import OpCall
 from virtual_gpus.features.contiguous import NO_REDUCTION
-from virtual_gpus.placement.storages import gpu_of
 
 _WITH_CUDA = """avg_pool3d_backward adaptive_max_pool2d_backward fractional_max_pool2d_backward
 fractional_max_pool3d_backward grid_sampler_2d_backward grid_sampler_3d_backward max_pool3d_with_indices_backward
@@ -85,10 +83,4 @@ def alert(call: OpCall) -> None:
         alert_not_deterministic(_ALERTS[call.op.base])
 
 
-def packed_lengths(call: OpCall) -> None:
-    """The lengths of packed sequences must stay on the CPU."""
-    if gpu_of(call["lengths"]) is not None:
-        raise errors.lengths_on_gpu("lengths", call["lengths"])
-
-
-CHECKS = dict.fromkeys(_ALERTS, alert) | {"_pack_padded_sequence": packed_lengths}
+CHECKS = dict.fromkeys(_ALERTS, alert)
