@@ -17,7 +17,7 @@ from virtual_gpus.clock.cost import is_fusible
 from virtual_gpus.dispatch.op_call import OpCall
 from virtual_gpus.dispatch.timing import await_tensors
 from virtual_gpus.machine import VirtualGPU
-from virtual_gpus.placement.storages import allocation_of, tensors_in
+from virtual_gpus.placement.storages import allocation_of, nbytes, tensors_in
 from virtual_gpus.threads import this_thread
 
 
@@ -52,7 +52,7 @@ class Fusion:
         for tensor in tensors:
             allocation = allocation_of(tensor)
             if (id(allocation) in self._unwritten) == unwritten:
-                found[id(allocation)] = tensor.numel() * tensor.element_size()
+                found[id(allocation)] = nbytes(tensor)
         clock = gpu.machine.clock
         await_tensors(gpu, tensors)
         seconds = sum(found.values()) / (gpu.spec.bandwidth * gpu.spec.reached.memory)

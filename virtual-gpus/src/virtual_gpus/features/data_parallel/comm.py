@@ -17,7 +17,7 @@ from virtual_gpus.dispatch.copies import move
 from virtual_gpus.entrance import entrance
 from virtual_gpus.features.cuda.devices import gpu_at
 from virtual_gpus.features.data_parallel.parallel import collective_here
-from virtual_gpus.placement.storages import gpu_of
+from virtual_gpus.placement.storages import gpu_of, nbytes
 
 
 @entrance
@@ -61,7 +61,7 @@ def _chunks(tensors, limit: int):
     groups, sizes = defaultdict(list), defaultdict(int)
     for tensor in tensors:
         groups[tensor.dtype].append(tensor)
-        sizes[tensor.dtype] += tensor.numel() * tensor.element_size()
+        sizes[tensor.dtype] += nbytes(tensor)
         if sizes[tensor.dtype] >= limit:
             yield groups.pop(tensor.dtype)
             sizes[tensor.dtype] = 0
@@ -76,7 +76,7 @@ def _sent(chunk, gpus):
         return []
     with gpus[0].machine.without_time():  # NCCL sends to all at once
         made = [_pieces(move(flat, gpu, copy=True), chunk) for gpu in gpus]
-    collective_here([gpu_of(flat), *gpus], "broadcast", flat.numel() * flat.element_size())
+    collective_here([gpu_of(flat), *gpus], "broadcast", nbytes(flat))
     return made
 
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import functools
 import warnings
-import weakref
 from contextlib import ExitStack
 
 import torch
@@ -41,7 +40,6 @@ _NOT_FLAT = (
     "RNN module weights are not part of single contiguous chunk of memory, so every call copies them into one. "
     "To compact weights again call flatten_parameters()."
 )
-_dropout_states: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # GPU -> block, kept as long as the GPU
 
 
 def _replacement(name: str):
@@ -95,10 +93,10 @@ def _cast(call: RecurrentCall) -> None:
 
 def _draw_dropout_state(call: RecurrentCall) -> None:
     """cuDNN's random states, made at a GPU's first dropout and kept. Our numbers come from the GPU's generator."""
-    if call.train and call.dropout > 0 and call.gpu not in _dropout_states:
+    if call.train and call.dropout > 0 and "rnn" not in call.gpu.feature_state:
         with scratch(call.gpu, 8):  # the seed
             pass
-        _dropout_states[call.gpu] = ScratchBlock(call.gpu, call.gpu.spec.multi_processor_count * DROPOUT_STATE)
+        call.gpu.feature_state["rnn"] = ScratchBlock(call.gpu, call.gpu.spec.multi_processor_count * DROPOUT_STATE)
 
 
 # ---- forward -------------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from virtual_gpus.errors import scalar_type
 from virtual_gpus.features.half_precision import slow_types
 from virtual_gpus.features.rnn.sizes import Network
 from virtual_gpus.placement.random_numbers import drawing_from
-from virtual_gpus.placement.storages import device_of, record_of
+from virtual_gpus.placement.storages import device_of, nbytes, record_of
 from virtual_gpus.threads import below
 
 _NAMES = ("params", "has_biases", "num_layers", "dropout", "train", "bidirectional")
@@ -156,7 +156,7 @@ def _own(tensor):
     """`tensor` contiguous on a storage that holds nothing else and lives nowhere yet."""
     tensor = tensor.contiguous()
     storage = tensor.untyped_storage()
-    alone = storage.nbytes() == tensor.numel() * tensor.element_size() and record_of(storage).gpu is None
+    alone = storage.nbytes() == nbytes(tensor) and record_of(storage).gpu is None
     return tensor if alone else tensor.clone(memory_format=torch.contiguous_format)
 
 
