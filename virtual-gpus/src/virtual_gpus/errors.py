@@ -1,5 +1,8 @@
 """Errors of virtual GPUs: PyTorch's own texts for mistakes that real GPUs refuse, and texts for what is not modelled.
 
+Here are those of the layers below the features, and those that several modules need. A text that only one feature has
+stands where it is raised.
+
 Some operators check the devices of their arguments one by one ("got mat2 is on cpu, different from other tensors on
 cuda:0"), others check them all together ("found at least two devices"). The file native_functions.yaml, which is part
 of every torch wheel, says which. Operators marked `device_check: NoCheck` leave the check to TensorIterator. All others
@@ -17,8 +20,6 @@ from types import FrameType
 from typing import Any
 
 import torch
-
-from virtual_gpus.settings import Settings
 
 
 class NotModelled(NotImplementedError):
@@ -44,59 +45,22 @@ def refusing(path: str, instead: str = "") -> Callable[..., Any]:
     return refused
 
 
-def nothing_from(source: int | None, settings: Settings, function: str) -> NotModelled:
-    """The error of a program that asks for the objects of a rank that does not exist. source: None for any rank."""
-    whose = "another rank" if source is None else f"rank {source}"
-    return NotModelled(
-        f"torch.distributed.{function} would receive objects from {whose}, but only rank {settings.rank} of "
-        f"{settings.world_size} exists, so they are not known. "
-        + (f"Run as that rank (rank={source}), or give" if source is not None else "Give")
-        + " the program these objects in another way. A stage of a pipeline needs its input_args and output_args."
-    )
-
-
-def no_checkpoint_of_others(settings: Settings) -> NotModelled:
-    """The error of torch.distributed.checkpoint, which plans with what every rank holds."""
-    return NotModelled(
-        "torch.distributed.checkpoint needs to know what every rank holds, but only rank "
-        f"{settings.rank} of {settings.world_size} exists. Leave the checkpoint out of this run."
-    )
-
-
-def not_ready() -> RuntimeError:
-    """The error of cudaEventElapsedTime and similar calls while work is still running."""
-    return torch.AcceleratorError("CUDA error: device not ready")
-
-
-def events_of_two_gpus() -> Exception:
-    """The error of cudaEventElapsedTime for events that were recorded on different GPUs."""
-    return _cuda_error("invalid resource handle", "cudaErrorInvalidResourceHandle")
-
-
-def storage_elsewhere(tensor: torch.device, storage: torch.device) -> RuntimeError:
-    """`x.set_(...)` with a storage on another device (aten/src/ATen/native/Resize.h)."""
-    return RuntimeError(
-        f'Attempted to set the storage of a tensor on device "{tensor}" to a storage on different device "{storage}".'
-        "  This is no longer allowed; the devices must match."
-    )
-
-
 def invalid_device_ordinal() -> Exception:
     """CUDA's error for a GPU that does not exist (c10/cuda/CUDAException.cpp)."""
-    return _cuda_error("invalid device ordinal", "GPU device may be out of range, do you have enough GPUs?")
+    return cuda_error("invalid device ordinal", "GPU device may be out of range, do you have enough GPUs?")
 
 
 def not_initialized() -> Exception:
     """CUDA's error for work in a forked process whose parent has used CUDA."""
-    return _cuda_error("initialization error", "cudaErrorInitializationError")
+    return cuda_error("initialization error", "cudaErrorInitializationError")
 
 
 def no_room_for_context() -> Exception:
     """CUDA's error for a process that first uses a GPU when other processes have already filled it."""
-    return _cuda_error("out of memory", "cudaErrorMemoryAllocation")
+    return cuda_error("out of memory", "cudaErrorMemoryAllocation")
 
 
-def _cuda_error(what: str, hint: str) -> Exception:
+def cuda_error(what: str, hint: str) -> Exception:
     """The exception of c10/cuda/CUDAException.cpp. hint: PyTorch's own, or the name of the error, to search for."""
     if hint.startswith("cudaError"):
         where = "https://docs.nvidia.com/cuda/cuda-runtime-api/group__CUDART__TYPES.html"
@@ -108,13 +72,6 @@ def _cuda_error(what: str, hint: str) -> Exception:
         "so the stacktrace below might be incorrect.\n"
         "For debugging consider passing CUDA_LAUNCH_BLOCKING=1\n"
         "Device-side assertion tracking was not enabled by user."
-    )
-
-
-def numpy_of_gpu_tensor(device: torch.device) -> TypeError:
-    """`Tensor.numpy()` of a GPU tensor (torch/csrc/utils/tensor_numpy.cpp)."""
-    return TypeError(
-        f"can't convert {device} device type tensor to numpy. Use Tensor.cpu() to copy the tensor to host memory first."
     )
 
 

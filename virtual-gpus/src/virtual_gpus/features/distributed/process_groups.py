@@ -30,7 +30,7 @@ from virtual_gpus.features.distributed.groups import backends_of, carrier, carri
 from virtual_gpus.features.distributed.whereabouts import leave_word
 from virtual_gpus.machine import VirtualGPU, VirtualMachine, active
 from virtual_gpus.patches.table import Patch, around
-from virtual_gpus.settings import INSTALLED
+from virtual_gpus.settings import INSTALLED, Settings
 from virtual_gpus.versions import GLOO_SPLITS
 
 _GLOO_FINISHES_IN_S = 1.0  # it needs microseconds, once the lock is free and a core too
@@ -213,7 +213,7 @@ def _get_backend_name(function: Callable, group=None):
 def _gather_object(function: Callable, *args, **kwargs):
     """One rank of many gets its own object from everyone, which makes no checkpoint."""
     if active().settings.rank is not None and _asker().startswith("torch.distributed.checkpoint"):
-        raise errors.no_checkpoint_of_others(active().settings)
+        raise _no_checkpoint_of_others(active().settings)
     return function(*args, **kwargs)
 
 
@@ -228,8 +228,27 @@ def _objects_from_another(function: Callable, *args, **kwargs):
         elif source is None and function.__name__ != "recv_object_list":
             source = 0
         if source != settings.rank:
-            raise errors.nothing_from(source, settings, function.__name__)
+            raise _nothing_from(source, settings, function.__name__)
     return function(*args, **kwargs)
+
+
+def _nothing_from(source: int | None, settings: Settings, function: str) -> errors.NotModelled:
+    """The error of a program that asks for the objects of a rank that does not exist. source: None for any rank."""
+    whose = "another rank" if source is None else f"rank {source}"
+    return errors.NotModelled(
+        f"torch.distributed.{function} would receive objects from {whose}, but only rank {settings.rank} of "
+        f"{settings.world_size} exists, so they are not known. "
+        + (f"Run as that rank (rank={source}), or give" if source is not None else "Give")
+        + " the program these objects in another way. A stage of a pipeline needs its input_args and output_args."
+    )
+
+
+def _no_checkpoint_of_others(settings: Settings) -> errors.NotModelled:
+    """The error of torch.distributed.checkpoint, which plans with what every rank holds."""
+    return errors.NotModelled(
+        "torch.distributed.checkpoint needs to know what every rank holds, but only rank "
+        f"{settings.rank} of {settings.world_size} exists. Leave the checkpoint out of this run."
+    )
 
 
 def _get_backend(function: Callable, group, device):

@@ -164,9 +164,9 @@ class Event:
         if self._stream is None or end_event._stream is None:
             raise ValueError("Both events must be recorded before calculating elapsed time.")
         if self.device != end_event.device:
-            raise errors.events_of_two_gpus()
+            raise errors.cuda_error("invalid resource handle", "cudaErrorInvalidResourceHandle")
         if not (self.query() and end_event.query()):
-            raise errors.not_ready()
+            raise torch.AcceleratorError("CUDA error: device not ready")
         return (end_event._time - self._time) * 1e3
 
     # Each process has a clock of its own.

@@ -40,7 +40,10 @@ def numpy(self, *, force: bool = False):
         return _raw.numpy(self, force=force)
     if not force:
         device, self = device_of(self), None  # a kept traceback must not keep the tensor
-        raise errors.numpy_of_gpu_tensor(device)
+        raise TypeError(  # torch/csrc/utils/tensor_numpy.cpp
+            f"can't convert {device} device type tensor to numpy. "
+            "Use Tensor.cpu() to copy the tensor to host memory first."
+        )
     return self.detach().cpu().resolve_conj().resolve_neg().numpy()
 
 
@@ -112,7 +115,10 @@ def set_(self, source=None, *args, **kwargs):
     if not this_thread.inside and active() is not None:
         device = getattr(source, "_untyped_storage", source).device  # a TypedStorage warns when it is asked
         if device != self.device:
-            raise errors.storage_elsewhere(self.device, device)
+            raise RuntimeError(  # aten/src/ATen/native/Resize.h
+                f'Attempted to set the storage of a tensor on device "{self.device}" to a storage on different device '
+                f'"{device}".  This is no longer allowed; the devices must match.'
+            )
     return _raw.set_(self, source, *args, **kwargs)
 
 
