@@ -137,12 +137,9 @@ def _method(name: str) -> str:
 
 def argument_elsewhere(name: str, argument: str, found: torch.device, common: torch.device) -> RuntimeError:
     """The generated check's error (c10/core/impl's common_device_check_failure)."""
-    method = _method(name)
-    if name.partition(".")[0] == "embedding":  # on CUDA another operator, which complains
-        method, argument = "wrapper_CUDA__index_select", {"weight": "self", "indices": "index"}[argument]
     return RuntimeError(
         f"Expected all tensors to be on the same device, but got {argument} is on {found}, "
-        f"different from other tensors on {common} (when checking argument in method {method})"
+        f"different from other tensors on {common} (when checking argument in method {_method(name)})"
     )
 
 
@@ -191,18 +188,3 @@ def _off(gpu: Any) -> str:
 def scalar_type(tensor: torch.Tensor) -> str:
     """The type of a tensor's numbers as C++ calls it: "Float" for torch.float32."""
     return torch._C.TensorBase.type(tensor).rpartition(".")[2].removesuffix("Tensor")
-
-
-def indices_elsewhere(indexed: torch.device) -> RuntimeError:
-    """`x[i]` with `i` on a GPU that does not hold `x` (aten/src/ATen/native/IndexingUtils.h)."""
-    return RuntimeError(f"indices should be either on cpu or on the same device as the indexed tensor ({indexed})")
-
-
-def mask_elsewhere(mask: torch.device, self_: torch.device) -> RuntimeError:
-    """`x.masked_fill(mask, ...)` with a mask on another device (aten/src/ATen/native/cuda/Indexing.cu)."""
-    return RuntimeError(f"expected self and mask to be on the same device, but got mask on {mask} and self on {self_}")
-
-
-def convolution_weight_elsewhere(input_type: str, weight_type: str) -> RuntimeError:
-    """A convolution whose weight is on a different device (aten/src/ATen/native/Convolution.cpp)."""
-    return RuntimeError(f"Input type ({input_type}) and weight type ({weight_type}) should be the same")

@@ -27,12 +27,13 @@ _COLLECTIVES = ("c10d", "_c10d_functional", "_dtensor")  # namespaces
 
 # Filled from above (`features`). By base name ("mm"): what CUDA refuses or waits for before an operator runs; the
 # operators that it runs with other memory than the CPU; given an overload, what computes in the place of the CPU's
-# kernel, or None; the arguments that CUDA wants, or takes, on the CPU. By kind (`Operator.kind`): what is done with an
-# `OpCall`.
+# kernel, or None; the arguments that CUDA wants, or takes, on the CPU; the error for an argument on another device than
+# those before it, or None for the usual one. By kind (`Operator.kind`): what is done with an `OpCall`.
 CHECKS: dict[str, Callable[..., None]] = {}
 RECIPES: dict[str, Callable[..., Any]] = {}
 CPU_KERNELS: dict[str, Callable[[torch._ops.OpOverload], Callable[..., Any] | None]] = {}
 ON_THE_HOST: dict[str, set[str]] = {}
+MIXTURES: dict[str, Callable[..., Exception | None]] = {}
 ROUTES: dict[str, Callable[..., Any]] = {}
 
 

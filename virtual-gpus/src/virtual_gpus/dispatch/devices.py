@@ -6,6 +6,7 @@ import torch
 
 from virtual_gpus import errors
 from virtual_gpus.dispatch.op_call import OpCall
+from virtual_gpus.operators import MIXTURES
 from virtual_gpus.placement.creation_sites import may_be_adopted
 from virtual_gpus.placement.storages import device_of, former_gpu_of, gpu_of, place
 
@@ -45,16 +46,10 @@ def _is_free_scalar(call: OpCall, name: str, tensor: torch.Tensor) -> bool:
 
 def _mixture_error(call: OpCall, name: str, common: torch.device, device: torch.device) -> RuntimeError:
     op = call.op
-    if op.is_index and name == "indices":
-        return errors.indices_elsewhere(common)
-    if op.base in ("masked_fill", "masked_fill_") and name == "mask":
-        return errors.mask_elsewhere(device, common)
-    if op.base == "convolution" and name == "weight":
-        if common.type != device.type:  # the types are compared first, and two GPUs have the same
-            return errors.convolution_weight_elsewhere(*(torch.Tensor.type(t) for t in call.args[:2]))
-        operator = "cudnn_convolution_transpose" if call["transposed"] else "cudnn_convolution"
-        return errors.argument_elsewhere(operator, "weight", device, common)  # then cuDNN's complains (Convolution.cpp)
-    if errors.checks_each_argument(op.name) or op.base == "embedding":
+    own = MIXTURES[op.base](call, name, common, device) if op.base in MIXTURES else None
+    if own is not None:
+        return own
+    if errors.checks_each_argument(op.name):
         return errors.argument_elsewhere(op.name, name, device, common)
     cuda = [d for d in (common, device) if d.type == "cuda"]
     return errors.two_devices(cuda[0], device if device != cuda[0] else common)

@@ -8,6 +8,8 @@ have these names, which are all that the package knows of it:
     CHECKS           by base name: what CUDA refuses or waits for before the operator runs
     CPU_KERNELS      by base name: given an overload, what computes in the place of the CPU's kernel, or None
     ON_THE_HOST      by base name: the arguments that CUDA wants, or takes, on the CPU
+    MIXTURES         by base name: given an `OpCall`, an argument's name, the device of those before it and its own, the
+                     error for it, or None for the usual one
     ROUTES           by kind of operator (`operators.Operator.kind`): what is done with one
     prepare()        called before the patches go in, when the first virtual GPUs go on
     forget()         called before the patches are taken out, when the last ones go off
@@ -56,6 +58,7 @@ operators.RECIPES.update(_merged("RECIPES"))
 operators.CHECKS.update(_merged("CHECKS"))
 operators.CPU_KERNELS.update(_merged("CPU_KERNELS"))
 operators.ON_THE_HOST.update(_merged("ON_THE_HOST"))
+operators.MIXTURES.update(_merged("MIXTURES"))
 operators.ROUTES.update(routes.ROUTES | _merged("ROUTES"))
 
 

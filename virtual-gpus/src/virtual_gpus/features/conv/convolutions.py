@@ -18,6 +18,7 @@ from functools import lru_cache
 
 import torch
 
+from virtual_gpus import errors
 from virtual_gpus.dispatch.op_call import OpCall
 from virtual_gpus.features.contiguous import CHANNELS_LAST
 from virtual_gpus.features.conv import workspaces as workspaces
@@ -185,6 +186,18 @@ def _depthwise_gradients(call: OpCall, for_x: torch.Tensor | None, for_weight: t
     return for_x, for_weight
 
 
+def weight_elsewhere(call: OpCall, name: str, common: torch.device, device: torch.device) -> RuntimeError | None:
+    """A weight on another device: the types are compared first, and two GPUs have the same. Then cuDNN complains."""
+    if name != "weight":
+        return None
+    if common.type == device.type:
+        operator = "cudnn_convolution_transpose" if call["transposed"] else "cudnn_convolution"
+        return errors.argument_elsewhere(operator, "weight", device, common)
+    types = [torch.Tensor.type(tensor) for tensor in call.args[:2]]  # aten/src/ATen/native/Convolution.cpp
+    return RuntimeError(f"Input type ({types[0]}) and weight type ({types[1]}) should be the same")
+
+
+MIXTURES = {"convolution": weight_elsewhere}
 RECIPES = {
     **dict.fromkeys(("convolution", "convolution_overrideable"), convolution),
     **dict.fromkeys(("convolution_backward", "convolution_backward_overrideable"), convolution_backward),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 
+from virtual_gpus import errors
 from virtual_gpus.dispatch.op_call import OpCall
 from virtual_gpus.dispatch.timing import charge_copy, charge_read
 from virtual_gpus.dispatch.valueless import is_mask
@@ -91,6 +92,27 @@ def one_hot(tensor, num_classes: int = -1):
     return made.scatter_(-1, tensor.unsqueeze(-1), 1)
 
 
+def indices_elsewhere(call: OpCall, name: str, common: torch.device, device: torch.device) -> RuntimeError | None:
+    """`x[i]` with `i` on a GPU that does not hold `x` (aten/src/ATen/native/IndexingUtils.h)."""
+    if name != "indices":
+        return None
+    return RuntimeError(f"indices should be either on cpu or on the same device as the indexed tensor ({common})")
+
+
+def embedding_elsewhere(call: OpCall, name: str, common: torch.device, device: torch.device) -> RuntimeError:
+    """CUDA looks rows up with index_select, which is the one that complains."""
+    return errors.argument_elsewhere("index_select", {"weight": "self", "indices": "index"}[name], device, common)
+
+
+def mask_elsewhere(call: OpCall, name: str, common: torch.device, device: torch.device) -> RuntimeError | None:
+    """`x.masked_fill(mask, ...)` with a mask on another device (aten/src/ATen/native/cuda/Indexing.cu)."""
+    if name != "mask":
+        return None
+    return RuntimeError(
+        f"expected self and mask to be on the same device, but got mask on {device} and self on {common}"
+    )
+
+
 RECIPES = {
     "embedding_dense_backward": embedding_backward,
     "index_put": index_put,
@@ -98,11 +120,12 @@ RECIPES = {
 }
 CHECKS = dict.fromkeys(("index", "_unsafe_index"), send_indices)
 CHECKS |= dict.fromkeys(("index_put", "index_put_", "_index_put_impl_", "_unsafe_index_put"), send_and_count)
-ON_THE_HOST = dict.fromkeys(
-    ("index", "_unsafe_index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index_put"), {"indices"}
-)
+_BY_TENSORS = ("index", "_unsafe_index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index_put")
+ON_THE_HOST = dict.fromkeys(_BY_TENSORS, {"indices"})
 ON_THE_HOST["index_fill_"] = {"index"}  # x[i] = 5 ends here if x is on the CPU for C++; on CUDA it is index_put_
 ON_THE_HOST["tensor_split"] = {"tensor_indices_or_sections"}
+MIXTURES = dict.fromkeys(_BY_TENSORS, indices_elsewhere) | {"embedding": embedding_elsewhere}
+MIXTURES |= dict.fromkeys(("masked_fill", "masked_fill_"), mask_elsewhere)
 
 
 def patches():
