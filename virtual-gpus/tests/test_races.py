@@ -212,7 +212,7 @@ def test_what_was_freed_is_kept_once():
             x = torch.empty(4096, device="cuda")
             on_another_stream(partial(torch.mul, x[start:], 2))
             del x
-        assert [len(accesses) for _, accesses in active_machine().races._freed] == [1] * 12
+        assert [len(accesses) for _, accesses in active_machine().follower._freed] == [1] * 12
 
 
 def _net():

@@ -88,9 +88,8 @@ def raw_copy(
     into_pinned = target is None and source is not None and not blocking  # as `_to_copy` does (TensorConversions.cpp)
     charge_copy(source, target, tensor, dtype, blocking, into_pinned)
     made = pin(made) if into_pinned else made
-    races = (source or target).machine.races if source or target else None
-    if races is not None:
-        races.copy(tensor, made, blocking)
+    if source or target:
+        (source or target).machine.follower.copy(tensor, made, blocking)
     return made
 
 

@@ -111,8 +111,7 @@ def charge_recurrent(gpu: VirtualGPU, net, inputs: Iterable[torch.Tensor], backw
 def _launch(gpu: VirtualGPU, name: str, reads, seconds: float, host: float, further: float, writes=()) -> None:
     """Kernels that the dispatch mode does not see."""
     _issue(gpu, name, reads, seconds, host, further)
-    if gpu.machine.races is not None:
-        gpu.machine.races.kernel(name, reads, writes)
+    gpu.machine.follower.kernel(name, reads, writes)
 
 
 def charge_foreach(call: OpCall, columns: list[Sequence[torch.Tensor]], gpus: list[VirtualGPU | None]) -> None:

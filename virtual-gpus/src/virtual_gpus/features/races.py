@@ -20,6 +20,7 @@ import torch
 from virtual_gpus.clock.clock import Clock
 from virtual_gpus.dispatch.op_call import OpCall
 from virtual_gpus.entrance import program_frame, quoted_line
+from virtual_gpus.follower import Follower
 from virtual_gpus.machine import VirtualGPU, VirtualMachine
 from virtual_gpus.operators import Operator
 from virtual_gpus.placement.storages import HostStorage, StorageAllocation, allocation_of, gpu_of, storages, tensors_in
@@ -178,14 +179,14 @@ class _History:
         self.waited_for: set[Place] = set()  # streams of `record_stream`, for which the allocator waits
 
 
-class RaceChecker:
+class RaceChecker(Follower):
     """What `check_races` does on one machine."""
 
     def __init__(self, machine: VirtualMachine):
         self._machine, self._order = machine, Order()
         clock = OrderedClock(len(machine.slots), machine.clock.host)
         clock.order = self._order
-        machine.clock, machine.races = clock, self
+        machine.clock, machine.follower = clock, self
         self._of_blocks: dict[int, _History] = {}  # by the id of the StorageAllocation
         self._freed: list[tuple[_History, list[_Access]]] = []
         self._of_host: weakref.WeakKeyDictionary[HostStorage, list[_Access]] = weakref.WeakKeyDictionary()

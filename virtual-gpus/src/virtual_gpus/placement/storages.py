@@ -57,8 +57,7 @@ class StorageAllocation:
         """A storage that grew gets a new block first, then lets the old one go, as `resize_` does on a GPU."""
         old, self.block = self.block, self.gpu.allocate(nbytes, self)
         self.nbytes = nbytes
-        if self.gpu.machine.races is not None:
-            self.gpu.machine.races.freed(id(self))
+        self.gpu.machine.follower.freed(id(self))
         self.gpu.allocator.free(old)
 
 
@@ -250,9 +249,7 @@ def pin(tensor: torch.Tensor) -> torch.Tensor:
 def put(tensor: torch.Tensor, allocation: StorageAllocation) -> torch.Tensor:
     """Let `tensor` live in a block that was taken before it was made, or in that of another tensor."""
     tensor.untyped_storage()._record = allocation
-    races = allocation.gpu.machine.races
-    if races is not None:
-        races.kernel("a kernel", (), [tensor])
+    allocation.gpu.machine.follower.kernel("a kernel", (), [tensor])
     return tensor
 
 

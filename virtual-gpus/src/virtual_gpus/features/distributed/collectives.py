@@ -143,8 +143,7 @@ def charge_collective(call: OpCall, gpus: Sequence[VirtualGPU | None], result: A
         return
     if name in ("wait_tensor", "wait_tensors"):
         await_tensors(gpu, call.tensors)
-        if gpu.machine.races is not None:
-            gpu.machine.races.tensors_arrived(gpu, call.tensors)
+        gpu.machine.follower.tensors_arrived(gpu, call.tensors)
         return
     group = _group_of(call)
     if type(group) is not torch.distributed.ProcessGroup:  # of a class in Python, which has no backend and no links
@@ -160,18 +159,16 @@ def charge_collective(call: OpCall, gpus: Sequence[VirtualGPU | None], result: A
         end = _carry(meeting, _bytes(made))  # an all-to-all may return more than it was given
         arrival = Arrival(end)
         _note(gpu, made or _on_gpus(call.args[:1]), arrival)
-        if gpu.machine.races is not None:
-            arrival.given = call.func.namespace.startswith("_c10d_functional")  # whose callers wait themselves
-            written = made or _written(call, group)
-            reads = [tensor for tensor in call.tensors if not any(tensor is other for other in written)]
-            gpu.machine.races.collective(gpu, meeting.lane.queue, name, reads, written, arrival)
+        arrival.given = call.func.namespace.startswith("_c10d_functional")  # whose callers wait themselves
+        written = made or _written(call, group)
+        reads = [tensor for tensor in call.tensors if not any(tensor is other for other in written)]
+        gpu.machine.follower.collective(gpu, meeting.lane.queue, name, reads, written, arrival)
 
 
 def charge_barrier(gpu: VirtualGPU, group) -> None:
     """`dist.barrier()`: the hosts wait until the last one has come."""
     gpu.machine.clock.wait(_carry(_meet(gpu, group, "barrier", "barrier")), gpu.slot)
-    if gpu.machine.races is not None:
-        gpu.machine.races.host_waits(gpu)
+    gpu.machine.follower.host_waits(gpu)
 
 
 def _written(call: OpCall, group) -> list[torch.Tensor]:
@@ -200,9 +197,10 @@ def give_to_future(work: Any) -> None:
 def await_work(work: Any) -> None:
     """`work.wait()`: the current stream waits for the collective, and the host does not."""
     gpu, arrival = _ends.get(work, (None, None))
-    if arrival is not None and gpu.machine.races is not None:
-        gpu.machine.races.arrived(gpu, arrival)
-    if arrival is not None and arrival.known:
+    if arrival is None:
+        return
+    gpu.machine.follower.arrived(gpu, arrival)
+    if arrival.known:
         gpu.machine.clock.hold(gpu.slot, gpu.stream, arrival.time())
 
 
@@ -326,8 +324,7 @@ def _message(name: str, gpu: VirtualGPU, group, tensors: list[torch.Tensor], pee
         _occupy(gpu, lane, began, end, nbytes if sends else 0)
     arrival = Arrival(end)
     _note(gpu, tensors, arrival)
-    if gpu.machine.races is not None:
-        gpu.machine.races.collective(gpu, lane.queue, name, *((tensors, []) if sends else ([], tensors)), arrival)
+    gpu.machine.follower.collective(gpu, lane.queue, name, *((tensors, []) if sends else ([], tensors)), arrival)
 
 
 def _tell_or_ask(

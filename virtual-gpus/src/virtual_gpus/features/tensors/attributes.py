@@ -60,8 +60,8 @@ def tolist(self):
 def _host_reads(tensor: torch.Tensor, name: str) -> None:
     """Readers of CPU tensors that no dispatch mode sees."""
     machine = active()
-    if machine is not None and machine.races is not None and not this_thread.inside:
-        machine.races.kernel(name, [tensor], ())
+    if machine is not None and not this_thread.inside:
+        machine.follower.kernel(name, [tensor], ())
 
 
 def item(self):
@@ -104,8 +104,7 @@ def record_stream(self, stream) -> None:
     other = active().gpus[stream.device_index].slot, stream.stream_id
     for storage in storages(self):
         storage._record.gpu.allocator.record_stream(storage._record.block, other)
-        if active().races is not None:
-            active().races.used_by(storage._record, *other)
+        active().follower.used_by(storage._record, *other)
 
 
 def set_(self, source=None, *args, **kwargs):
