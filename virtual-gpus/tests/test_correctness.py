@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.utils import rnn
 from virtual_gpus import operators, virtual_gpus
 from virtual_gpus.features import half_precision
-from virtual_gpus.features.attention import numbers
+from virtual_gpus.features.attention import values
 from virtual_gpus.features.rnn import recurrent_call
 
 pytestmark = pytest.mark.usefixtures("workspaces_given_back")
@@ -469,7 +469,7 @@ def test_half_precision_is_computed_in_float32_where_the_cpu_has_no_kernels_for_
 
 
 def test_attention_and_recurrent_layers_are_computed_in_float32_as_well(monkeypatch):
-    for module in (numbers, recurrent_call):
+    for module in (values, recurrent_call):
         monkeypatch.setattr(module, "slow_types", lambda: (torch.float16,))
     x = torch.randn(2, 4, 8, 16).half()
     lstm = torch.nn.LSTM(16, 8).half()

@@ -11,7 +11,7 @@ from pairwise import pairwise, title
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from virtual_gpus import virtual_gpus
 from virtual_gpus.features.attention.choice import CUDNN, EFFICIENT, FLASH, MATH, AttentionCall, choose, order
-from virtual_gpus.features.attention.memory import _best_split
+from virtual_gpus.features.attention.kernels import _best_split
 from virtual_gpus.settings import INSTALLED
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16

@@ -57,6 +57,11 @@ def test_no_module_imports_a_higher_layer_or_itself_by_a_detour():
     TopologicalSorter({name: used - {name} for name, used in by_feature.items() if name}).prepare()
 
 
+def test_no_two_modules_share_a_name():
+    names = [path.name for path in SOURCE.rglob("*.py") if path.name != "__init__.py"]
+    assert sorted({name for name in names if names.count(name) > 1}) == []
+
+
 def test_versions_of_pytorch_are_numbers_in_one_module_only():
     number = re.compile(r"\(2, 1\d\)")
     nodes = [(path, node) for path in SOURCE.rglob("*.py") for node in ast.walk(ast.parse(path.read_text("utf-8")))]

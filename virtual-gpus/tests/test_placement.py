@@ -198,12 +198,12 @@ def test_visible_devices_hide_and_reorder(monkeypatch):
 
 def test_numbers_name_gpus_in_builds_without_cuda(monkeypatch):
     """A CPU build of PyTorch knows no number as a device; with the patches for it, this one behaves the same."""
-    from virtual_gpus.features.tensors import numbers
+    from virtual_gpus.features.tensors import device_numbers
 
-    before = numbers._raw_device
-    monkeypatch.setattr(numbers, "numbers_mean_cuda", lambda: False)
-    assert [name for _, name, _ in numbers.patches()] == ["device", "_parse_to"]
-    for owner, name, replacement in numbers.patches():
+    before = device_numbers._raw_device
+    monkeypatch.setattr(device_numbers, "numbers_mean_cuda", lambda: False)
+    assert [name for _, name, _ in device_numbers.patches()] == ["device", "_parse_to"]
+    for owner, name, replacement in device_numbers.patches():
         monkeypatch.setattr(owner, name, replacement)
     assert torch.device is not before and torch.device(1) == torch.device("cuda", 1) == ONE
     assert isinstance(ONE, torch.device) and isinstance(torch.device("cpu"), before) and not isinstance(1, torch.device)

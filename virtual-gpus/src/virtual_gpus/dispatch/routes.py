@@ -12,7 +12,7 @@ import torch
 
 from virtual_gpus import errors
 from virtual_gpus.dispatch import creation, foreach_ops, valueless
-from virtual_gpus.dispatch.devices import adopt_destination, resolve_common_device
+from virtual_gpus.dispatch.mixed_devices import adopt_destination, resolve_common_device
 from virtual_gpus.dispatch.op_call import OpCall, refuse_gpu_generator
 from virtual_gpus.dispatch.timing import charge_crossing, charge_op, charge_read
 from virtual_gpus.entrance import calling_frame

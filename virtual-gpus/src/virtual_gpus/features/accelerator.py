@@ -7,7 +7,7 @@ import functools
 import torch
 
 from virtual_gpus.features.cuda import devices as cuda
-from virtual_gpus.features.cuda import memory
+from virtual_gpus.features.cuda import memory_figures
 from virtual_gpus.features.streams import streams
 from virtual_gpus.machine import active
 from virtual_gpus.patches.table import in_package
@@ -20,10 +20,10 @@ _SAME = {
     "current_stream": streams.current_stream,
     "set_stream": streams.set_stream,
     "synchronize": cuda.synchronize,
-    "empty_cache": memory.empty_cache,
-    "reset_peak_memory_stats": memory.reset_peak_memory_stats,
-    "reset_accumulated_memory_stats": memory.reset_accumulated_memory_stats,
-    "get_memory_info": memory.mem_get_info,
+    "empty_cache": memory_figures.empty_cache,
+    "reset_peak_memory_stats": memory_figures.reset_peak_memory_stats,
+    "reset_accumulated_memory_stats": memory_figures.reset_accumulated_memory_stats,
+    "get_memory_info": memory_figures.mem_get_info,
 }
 
 

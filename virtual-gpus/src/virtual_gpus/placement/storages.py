@@ -61,7 +61,7 @@ class StorageAllocation:
         self.gpu.allocator.free(old)
 
 
-# What `_record` says of a storage of which nothing is known. `features.tensors.storages` puts it into
+# What `_record` says of a storage of which nothing is known. `features.tensors.untyped_storage` puts it into
 # torch.UntypedStorage while virtual GPUs are on, so asking any storage costs one look-up.
 UNRECORDED = HostStorage()
 

@@ -17,15 +17,15 @@ import torch
 
 from virtual_gpus.dispatch.op_call import OpCall
 from virtual_gpus.dispatch.timing import charge_attention
-from virtual_gpus.features.attention import memory as memory
+from virtual_gpus.features.attention import kernels as kernels
 from virtual_gpus.features.attention.choice import CUDNN, EFFICIENT, FLASH, HALF
-from virtual_gpus.features.attention.numbers import Numbers
+from virtual_gpus.features.attention.values import Numbers
 from virtual_gpus.placement.random_numbers import count_draws, default_generator
 from virtual_gpus.placement.storages import empty_in, put
 from virtual_gpus.threads import below, seen
 
 _AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCUDA)
-KERNELS: dict[int, type[memory.Kernel]] = {CUDNN: memory.Cudnn, FLASH: memory.Flash, EFFICIENT: memory.Efficient}
+KERNELS: dict[int, type[kernels.Kernel]] = {CUDNN: kernels.Cudnn, FLASH: kernels.Flash, EFFICIENT: kernels.Efficient}
 
 
 def _forward(backend: int, call: OpCall) -> tuple[Any, ...]:

@@ -13,7 +13,7 @@ from virtual_gpus.dispatch.copies import move
 from virtual_gpus.dispatch.mode import enter_thread
 from virtual_gpus.entrance import entrance
 from virtual_gpus.features.tensors.autograd import beside
-from virtual_gpus.features.tensors.numbers import named
+from virtual_gpus.features.tensors.device_numbers import named
 from virtual_gpus.features.tensors.transfers import as_device
 from virtual_gpus.machine import active, find_gpu
 from virtual_gpus.placement.storages import gpu_of, pin

@@ -8,7 +8,7 @@ from torch.overrides import handle_torch_function, has_torch_function_unary
 from virtual_gpus.dispatch.copies import move
 from virtual_gpus.dispatch.mode import enter_thread
 from virtual_gpus.entrance import entrance
-from virtual_gpus.features.tensors.numbers import named
+from virtual_gpus.features.tensors.device_numbers import named
 from virtual_gpus.machine import active, find_gpu
 from virtual_gpus.placement.storages import gpu_of, is_fake, pin
 from virtual_gpus.placement.storages import is_pinned as says_pinned

@@ -12,7 +12,7 @@ import torch
 from virtual_gpus import errors
 from virtual_gpus.dispatch.mode import enter_thread
 from virtual_gpus.entrance import entrance
-from virtual_gpus.features.tensors.numbers import named
+from virtual_gpus.features.tensors.device_numbers import named
 from virtual_gpus.machine import active, find_gpu
 from virtual_gpus.placement.storages import UNRECORDED, HostStorage, StorageAllocation, record_of
 from virtual_gpus.threads import this_thread

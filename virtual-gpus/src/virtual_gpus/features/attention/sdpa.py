@@ -1,7 +1,7 @@
 """scaled_dot_product_attention on a virtual GPU: CUDA's choice of kernel, its memory, the CPU's numbers.
 
 A fused kernel keeps its inputs, its output and one float per row of the scores, where the plain formula keeps the
-scores. `choice` says which one runs, `memory` and `efficient` what memory it takes, `numbers` computes.
+scores. `choice` says which one runs, `kernels` what memory it takes, `values` computes.
 The plain formula runs operator by operator, as in PyTorch (_scaled_dot_product_attention_math in
 aten/src/ATen/native/transformers/attention.cpp).
 """
@@ -18,7 +18,7 @@ from virtual_gpus.dispatch.op_call import OpCall
 from virtual_gpus.entrance import entrance
 from virtual_gpus.features.attention.choice import EFFICIENT, FLASH, HALF, MATH, AttentionCall, choose
 from virtual_gpus.features.attention.fused import KERNELS
-from virtual_gpus.features.attention.numbers import for_all_heads
+from virtual_gpus.features.attention.values import for_all_heads
 from virtual_gpus.features.autocast.casting import casting
 from virtual_gpus.machine import active
 from virtual_gpus.placement.storages import device_of, gpu_of, is_wrapper
