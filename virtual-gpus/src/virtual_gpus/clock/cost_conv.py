@@ -115,13 +115,13 @@ def _in_tiles(images: Operand, filters: Operand, result: Operand, backward: bool
     taps, pixels = prod(filters.shape[2:]), prod(result.shape) / result.shape[1]
     out, into = filters.shape[0], filters.shape[1]
     if not backward:
-        return 2 * pixels * taps * into * _padded(out, _COLUMNS)
-    columns = taps * _padded(into, _WIDE) if into >= _NARROW else _padded(taps * into, _NARROW)
-    flops = 2 * pixels * _padded(out, _COLUMNS) * columns
-    return flops + (2 * pixels * taps * out * _padded(into, _COLUMNS) if gradients > 1 else 0)
+        return 2 * pixels * taps * into * _rounded_up(out, _COLUMNS)
+    columns = taps * _rounded_up(into, _WIDE) if into >= _NARROW else _rounded_up(taps * into, _NARROW)
+    flops = 2 * pixels * _rounded_up(out, _COLUMNS) * columns
+    return flops + (2 * pixels * taps * out * _rounded_up(into, _COLUMNS) if gradients > 1 else 0)
 
 
-def _padded(number: int, unit: int) -> int:
+def _rounded_up(number: int, unit: int) -> int:
     return -(-number // unit) * unit
 
 
@@ -141,7 +141,7 @@ def _in_two_bytes(work, conv: _Conv, images: Operand, filters: Operand, result: 
         flops = 2 * gradients * prod(result.shape) * taps * into
         return Cost(flops / (work.spec.flops.fp32 * _SLOW_GROUPS * into**0.5), gradients, "convolution")
     out, pixels = filters.shape[0] // groups, prod(result.shape) // result.shape[1]
-    channels = into if groups > 1 else _padded(into, _CHANNELS)
+    channels = into if groups > 1 else _rounded_up(into, _CHANNELS)
     products = [(pixels, out, taps * channels)]
     if backward:
         before = max(1, prod(images.shape) // images.shape[1])

@@ -51,13 +51,13 @@ def chunk_cat(call: OpCall):
     mixed = len({tensor.dtype for tensor in tensors}) > 1
     fits = all(_is_dense(t) and (t.dtype == wanted or (t.dtype, wanted) == _CAST) for t in tensors)
     if fits and (out is not None or not mixed):
-        rows = [_padded(tensor.shape, dim, chunks) for tensor in tensors]
+        rows = [_padded_shape(tensor.shape, dim, chunks) for tensor in tensors]
         blocks = sum(-(-(math.prod(shape[dim:]) // chunks * wanted.itemsize) // _BYTES) for shape in rows)
         _take_numbers(call, 6 * len(tensors) + 2 + blocks)
         return call.run()
     copies = [tensor.numel() * wanted.itemsize for tensor in tensors if mixed and tensor.dtype != wanted]
     for tensor in tensors:
-        padded = math.prod(_padded(tensor.shape, dim, chunks))
+        padded = math.prod(_padded_shape(tensor.shape, dim, chunks))
         if padded != tensor.numel():
             copies.append(padded * (wanted if mixed else tensor.dtype).itemsize)
     with call.scratch(*copies):
@@ -69,7 +69,7 @@ def _take_numbers(call: OpCall, count: int) -> None:
         pass  # the block is free for the next request of this stream, whose work comes later
 
 
-def _padded(shape: Sequence[int], dim: int, chunks: int) -> list[int]:
+def _padded_shape(shape: Sequence[int], dim: int, chunks: int) -> list[int]:
     return [*shape[:dim], -(-shape[dim] // chunks) * chunks, *shape[dim + 1 :]]
 
 

@@ -121,7 +121,7 @@ def forward(shape: Shape) -> int:
         return 0
     if not shape.tensor_cores:
         return _offsets(shape)
-    padded = _padded(shape) if shape.itemsize < 4 else shape.channels
+    padded = _whole_vectors(shape) if shape.itemsize < 4 else shape.channels
     return _copies(_input(shape, padded), _filters(shape, padded), _output(shape) if _turns_output(shape) else 0)
 
 
@@ -167,7 +167,7 @@ def weight_gradient(shape: Shape) -> int:
         return _fourier(shape)
     if _takes_sums(shape):
         return _sums(shape)
-    padded = _padded(shape)
+    padded = _whole_vectors(shape)
     parts = _parts(shape, padded)
     filters = shape.filters * padded // shape.groups * prod(shape.kernel)
     sums = parts * filters * 4 + _SPLIT_ALIGNMENT if parts > 1 else 0
@@ -205,7 +205,7 @@ def _filters(shape: Shape, padded: int) -> int:
     return shape.filters * padded // shape.groups * prod(shape.kernel) * shape.itemsize
 
 
-def _padded(shape: Shape) -> int:
+def _whole_vectors(shape: Shape) -> int:
     """Channels in whole vectors of 16 bytes, as tensor cores want them; groups are left as they are."""
     vector = 16 // shape.itemsize
     return shape.channels if shape.groups > 1 else _ceil(shape.channels, vector) * vector
