@@ -13,7 +13,7 @@ from torch.distributed import pipelining
 from torch.distributed.pipelining import PipelineStage
 from torch.nn.functional import mse_loss
 from virtual_gpus import record_timeline, virtual_gpus
-from virtual_gpus.features.distributed import collectives
+from virtual_gpus.features.distributed import collectives, messages
 from virtual_gpus.testing import run_ranks
 
 SECONDS = 15e-6 + 6.5e-6 + 2**24 / (0.78 * 0.9 * 31.5e9)  # 16 MiB from GPU to GPU over PCIe 4.0 and the host
@@ -111,7 +111,7 @@ def check_that_messages_are_at_once(found):
 
 def test_messages_with_values(monkeypatch):
     """gloo never calls a message completed before somebody waits for it: polling would use up the patience."""
-    monkeypatch.setattr(collectives, "_PATIENCE", timedelta(seconds=600))
+    monkeypatch.setattr(messages, "_PATIENCE", timedelta(seconds=600))
     with virtual_gpus(4, kind="RTX 4090"):
         found = in_ranks(with_values, count=4)
     for at_once, last in found:
@@ -121,7 +121,7 @@ def test_messages_with_values(monkeypatch):
 
 def test_messages_without_values(monkeypatch):
     """With three other ranks, and as one rank of four."""
-    monkeypatch.setattr(collectives, "_PATIENCE", timedelta(seconds=600))
+    monkeypatch.setattr(messages, "_PATIENCE", timedelta(seconds=600))
     options = {"kind": "RTX 4090", "shapes_only": True}
     with virtual_gpus(4, **options):
         found = in_ranks(without_values, count=4)
@@ -142,10 +142,10 @@ def test_messages_without_values(monkeypatch):
 
 def a_last_message(rank):
     """The seconds of a message, after which rank 0 ends, while rank 1 is slow to ask when it was sent."""
-    x, ask = torch.ones(2**22, device="cuda"), collectives._message
+    x, ask = torch.ones(2**22, device="cuda"), collectives.send_or_receive
     with pytest.MonkeyPatch.context() as patch, record_timeline() as timeline:
         if rank == 1:
-            patch.setattr(collectives, "_message", lambda *args: time.sleep(0.3) or ask(*args))
+            patch.setattr(collectives, "send_or_receive", lambda *args: time.sleep(0.3) or ask(*args))
         dist.recv(x, 0) if rank else dist.send(x, 1)
         x.add_(1)
     return next(span.end - span.start for span in timeline.spans if span.kind == "collective")
@@ -162,7 +162,7 @@ def from_the_cpu(rank):
     group = dist.new_group(backend="gloo")
     x = torch.ones(4, device="cuda" if rank else "cpu")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(collectives, "_PATIENCE", timedelta(seconds=0.2))
+        patch.setattr(messages, "_PATIENCE", timedelta(seconds=0.2))
         dist.recv(x, 0, group=group) if rank else dist.send(x, 1, group=group)
         if rank == 0:
             time.sleep(1)

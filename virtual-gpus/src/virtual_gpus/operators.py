@@ -49,50 +49,56 @@ class Operator:
         if isinstance(func, torch._ops.HigherOrderOperator):
             self.kernels, self.is_composite, self.route = func.py_kernels, True, ROUTES["composite"]
             return
-        schema = func._schema
-        arguments = schema.arguments
+        self._read_schema(func._schema)
+        self._read_namespace(func)
+        self._read_random_numbers(func)
+        self.needs_values = bool({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & set(func.tags))
+        self.keeps_answers = _keeps_answers(self, func)
+        self.tf32_setting, self.depends_on_strides = tf32_setting(self.base), depends_on_strides(self.base)
+        self.allowed_on_host = ON_THE_HOST.get(self.base, frozenset())
+        self.check, self.recipe = CHECKS.get(self.base), RECIPES.get(self.base)
+        self.route = ROUTES[self.kind]
+
+    def _read_schema(self, schema: torch._C.FunctionSchema) -> None:
+        """Its names, and what it does to its arguments."""
         self.name = schema.name.partition("::")[2] + (f".{schema.overload_name}" if schema.overload_name else "")
         self.base = self.name.partition(".")[0]
-        self.names = [a.name for a in arguments]
-        self.is_sum = self.base == "add"
+        self.names = [a.name for a in schema.arguments]
         self.positions = {name: position for position, name in enumerate(self.names)}
         self._defaults = {}
-        self.has_generator = "generator" in self.names
-        self.with_generator = _overload_with_generator(func)
-        self.draws_by_default = (
-            torch.Tag.nondeterministic_seeded in func.tags and not self.has_generator and not self.with_generator
-        )
-        self.draws = self.has_generator or self.draws_by_default or self.with_generator is not None
+        self.is_sum = self.base == "add"
+        self.is_index = "index" in self.base and "indices" in self.names
+        self.crosses = self.base in _CROSSES_DEVICES
+        self.written = {a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write}
+        self.changes_size = "resize" in self.base or self.base == "set_" or "out" in self.written
+        first = schema.returns[0].alias_info if schema.returns else None
+        self.is_view = first is not None and not first.is_write
+
+    def _read_namespace(self, func: torch._ops.OpOverload) -> None:
+        """What computes it, and whether that is one kernel, one for each tensor of lists, or several operators."""
+        arguments = func._schema.arguments
+        has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+        self.is_composite = has_kernel(func.name(), "CompositeImplicitAutograd") and not has_kernel(func.name(), "CPU")
         if func.namespace == "aten":
             other = CPU_KERNELS[self.base](func) if self.base in CPU_KERNELS else None
             self.kernel = other or func._op  # as `func` does itself, with a call into Python
             takes = [a for a in arguments if "Tensor" in str(a.type)]
             self.takes_first = max((self.names.index(a.name) + 1 for a in takes if not a.kwarg_only), default=0)
             self.takes_by_name = any(a.kwarg_only for a in takes)
-        lists = bool(arguments) and arguments[0].type.kind() == "ListType"
-        self.by_element = (
-            self.base.startswith("_foreach_")
-            or (self.base.startswith("_fused_") and lists)
-            or func.namespace in _COLLECTIVES
-        )
-        self.is_collective = func.namespace in _COLLECTIVES
-        self.crosses = self.base in _CROSSES_DEVICES
-        has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
-        self.is_composite = has_kernel(func.name(), "CompositeImplicitAutograd") and not has_kernel(func.name(), "CPU")
-        if func.namespace != "aten" and (functions := _python_functions(func)):
+        elif functions := _python_functions(func):
             self.kernels, self.is_composite = functions, True
-        self.is_index = "index" in self.base and "indices" in self.names
-        self.allowed_on_host = ON_THE_HOST.get(self.base, frozenset())
-        self.check = CHECKS.get(self.base)
-        self.written = {a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write}
-        returns = func._schema.returns
-        self.is_view = bool(returns) and returns[0].alias_info is not None and not returns[0].alias_info.is_write
-        self.tf32_setting, self.depends_on_strides = tf32_setting(self.base), depends_on_strides(self.base)
-        self.changes_size = "resize" in self.base or self.base == "set_" or "out" in self.written
-        self.keeps_answers = _keeps_answers(self, func)
-        self.needs_values = bool({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & set(func.tags))
-        self.recipe = RECIPES.get(self.base)
-        self.route = ROUTES[self.kind]
+        lists = bool(arguments) and arguments[0].type.kind() == "ListType"
+        self.is_collective = func.namespace in _COLLECTIVES
+        of_lists = self.base.startswith("_foreach_") or (self.base.startswith("_fused_") and lists)
+        self.by_element = of_lists or self.is_collective
+
+    def _read_random_numbers(self, func: torch._ops.OpOverload) -> None:
+        """Whether it draws numbers, and how it is given a generator."""
+        self.has_generator = "generator" in self.names
+        self.with_generator = _overload_with_generator(func)
+        seeded = torch.Tag.nondeterministic_seeded in func.tags
+        self.draws_by_default = seeded and not self.has_generator and not self.with_generator
+        self.draws = self.has_generator or self.draws_by_default or self.with_generator is not None
 
     @property
     def kind(self) -> str:

@@ -91,7 +91,7 @@ class Track:
         self.busy: deque[float] = deque()  # starts and ends in turn, merged, of the last second: no object per span
         self.urgent: set[int] = set()  # streams that were made with a priority
         self.beside: deque[tuple[float, float]] = deque(maxlen=16)  # starts and ends of collectives, for later kernels
-        self.late: dict = {}  # id of a storage's allocation -> what says when a collective fills it, see `collectives`
+        self.late: dict = {}  # id of a storage's allocation -> what says when a collective fills it, see `arrivals`
 
     def take(self, earliest: float, seconds: float, urgent: bool = False) -> float:
         """When a kernel that may start at `earliest` gets the multiprocessors.

@@ -23,7 +23,7 @@ from virtual_gpus import errors
 from virtual_gpus.entrance import entrance
 from virtual_gpus.errors import scalar_type
 from virtual_gpus.features.distributed import alone
-from virtual_gpus.features.distributed.collectives import give_to_future, remember
+from virtual_gpus.features.distributed.arrivals import give_to_future, remember
 from virtual_gpus.features.distributed.groups import is_nccl, require_backend
 from virtual_gpus.machine import active
 from virtual_gpus.patches.table import Patch, around

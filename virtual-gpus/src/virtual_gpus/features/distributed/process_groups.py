@@ -25,8 +25,9 @@ import torch
 
 from virtual_gpus import errors
 from virtual_gpus.features.cuda.devices import gpu_at
-from virtual_gpus.features.distributed.collectives import charge_barrier, until_times_have_arrived
+from virtual_gpus.features.distributed.collectives import charge_barrier
 from virtual_gpus.features.distributed.groups import backends_of, carrier, carriers, first_gpu_of, require_backend
+from virtual_gpus.features.distributed.messages import until_times_have_arrived
 from virtual_gpus.features.distributed.whereabouts import leave_word
 from virtual_gpus.machine import VirtualGPU, VirtualMachine, active
 from virtual_gpus.patches.table import Patch, around

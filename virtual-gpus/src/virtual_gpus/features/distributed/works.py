@@ -13,7 +13,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from virtual_gpus.entrance import entrance
-from virtual_gpus.features.distributed.collectives import await_work
+from virtual_gpus.features.distributed.arrivals import await_work
 from virtual_gpus.features.distributed.groups import require_backend
 from virtual_gpus.features.distributed.nccl import messages
 from virtual_gpus.machine import VirtualGPU

@@ -1,0 +1,124 @@
+"""When a tensor from other processes is here, and in which queue of its GPU a collective or a message stands.
+
+What uses the tensor waits for that time, on the GPU, and so does the stream on which `work.wait()` or `wait_tensor` is
+called; the host goes on.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import torch
+
+from virtual_gpus.features.distributed.groups import row_of
+from virtual_gpus.machine import VirtualGPU
+from virtual_gpus.placement.storages import allocation_of, gpu_of, tensors_in
+from virtual_gpus.threads import this_thread
+
+_ends: weakref.WeakKeyDictionary[Any, tuple[VirtualGPU, Any]] = weakref.WeakKeyDictionary()  # of works that Python has
+
+
+class Lane(NamedTuple):
+    """Where a collective stands: its kind, its row in a timeline, the queue that it is put in, and those that it waits
+    for."""
+
+    kind: str
+    row: str
+    queue: str
+    after: tuple[str, ...]
+
+
+class Arrival:
+    """When a tensor from other processes is here. end: its modelled time, or what asks the sender for it.
+
+    given: whether Python has the Work, so that the program must wait for it; else C++ does.
+    """
+
+    given = False
+
+    def __init__(self, end: float | Callable[[], float]):
+        self._end = end
+
+    @property
+    def known(self) -> bool:
+        """True if `time` need not wait."""
+        return not callable(self._end)
+
+    def time(self) -> float:
+        """The modelled time of arrival. Raises DistNetworkError if the sender does not tell when it sent the tensor."""
+        if callable(self._end):
+            self._end = self._end()
+        return self._end
+
+
+def lane_of(group, kind: str) -> Lane:
+    whole = f"queue {group.group_name}"
+    parts = {"send": f"{whole}, send", "recv": f"{whole}, recv"}
+    queue = parts.get(kind, whole)
+    return Lane(kind, row_of(group, kind), queue, (whole, queue) if kind in parts else (whole, *parts.values()))
+
+
+def begins(gpu: VirtualGPU, lane: Lane, tensors: Iterable[torch.Tensor]) -> float:
+    """When this GPU could begin: the host has issued it, and what came before on its stream, in its queue and on its
+    tensors is done."""
+    clock = gpu.machine.clock
+    now = clock.spend(clock.host.operator, gpu.slot)
+    begins = max(now, clock.ready(gpu.slot, gpu.stream), *(clock.ready(gpu.slot, queue) for queue in lane.after))
+    late = clock.tracks[gpu.slot].late
+    for tensor in tensors if late else ():
+        allocation = allocation_of(tensor)
+        arrival, owner = late.get(id(allocation), (None, None))
+        if arrival is not None and arrival.known and owner() is allocation:
+            begins = max(begins, arrival.time())
+    return begins
+
+
+def occupy(gpu: VirtualGPU, lane: Lane, start: float, end: float, sent: float) -> None:
+    """sent: the bytes that this GPU sends."""
+    clock = gpu.machine.clock
+    clock.occupy(gpu.slot, lane.row, start, end, "collective", lane.kind, kernel=True, sent=sent)
+    clock.hold(gpu.slot, lane.queue, end)
+
+
+def note(gpu: VirtualGPU, tensors: Iterable[torch.Tensor], arrival) -> None:
+    """What uses `tensors` waits for `arrival`, and so does `wait()` of the Work that stands for it."""
+    this_thread.collective = gpu, arrival
+    for tensor in tensors:
+        allocation = allocation_of(tensor)
+        if allocation is not None:
+            owner = allocation.gpu
+            owner.machine.clock.tracks[owner.slot].late[id(allocation)] = arrival, weakref.ref(allocation)
+
+
+def remember(work: Any) -> None:
+    """Called when Python is given a Work: it stands for the collective that this thread issued last."""
+    noted, this_thread.collective = this_thread.collective, None
+    if noted is not None and work is not None:
+        _ends[work] = noted
+        noted[1].given = True
+
+
+def give_to_future(work: Any) -> None:
+    """C++ waits for the collective of a Work, before it calls what was given to its future."""
+    if work in _ends:
+        _ends[work][1].given = False
+
+
+def await_work(work: Any) -> None:
+    """`work.wait()`: the current stream waits for the collective, and the host does not."""
+    gpu, arrival = _ends.get(work, (None, None))
+    if arrival is None:
+        return
+    gpu.machine.follower.arrived(gpu, arrival)
+    if arrival.known:
+        gpu.machine.clock.hold(gpu.slot, gpu.stream, arrival.time())
+
+
+def on_gpus(values: list | tuple) -> list[torch.Tensor]:
+    return [tensor for tensor in tensors_in(values) if gpu_of(tensor) is not None]
+
+
+def tensor_bytes(tensors) -> int:
+    return sum(t.numel() * t.element_size() for t in on_gpus(tensors))
