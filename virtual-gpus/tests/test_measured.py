@@ -76,7 +76,8 @@ def test_a_programs_operators_are_listed_and_can_be_called(listed):
 
 BAD = {None: "Cannot read measured operators", "{": "Cannot read measured operators",
        "[]": "Cannot read measured operators", '{"gpu": "A100", "rows": []}': "of A100, and none of H200",
-       '{"gpu": "H200", "rows": [{"operator": "aten.mm.default"}]}': "KeyError"}  # fmt: skip
+       '{"gpu": "H200", "rows": [{"operator": "aten.mm.default"}]}': "KeyError",
+       '{"gpu": "H200", "rows": [{"operator": "a", "arguments": [], "seconds": -1}]}': "not above 0"}  # fmt: skip
 
 
 @pytest.mark.parametrize(("content", "words"), BAD.items())

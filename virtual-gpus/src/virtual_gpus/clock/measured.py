@@ -50,6 +50,8 @@ def load(path: str, kind: str) -> Measured:
             content = json.loads(file.read_text(encoding="utf-8"))
             rows = [row for row in content["rows"] if row["seconds"] is not None]
             seconds = {key(row["operator"], row["arguments"]): float(row["seconds"]) for row in rows}
+            if not all(number > 0 for number in seconds.values()):
+                raise ValueError("a row's seconds are not above 0")
             found.setdefault(spec(content["gpu"]).kind, {}).update(seconds)
         except (KeyError, OSError, TypeError, ValueError) as error:
             raise ValueError(f"Cannot read measured operators from {str(file)!r}: {error!r}") from None

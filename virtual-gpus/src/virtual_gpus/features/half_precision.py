@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map_only
 
+_FUSED = "_scaled_dot_product_flash_attention_for_cpu"
+
 
 @functools.cache
 def slow_types() -> tuple[torch.dtype, ...]:
@@ -37,13 +39,24 @@ def product(func: torch._ops.OpOverload) -> Callable[..., Any] | None:
     return convolution(func)
 
 
-def _widened(kernel: Callable[..., Any], slow: tuple[torch.dtype, ...], *args: Any, **options: Any) -> Any:
-    """Compute in float32 and round once, as a GPU does, whose sums of half precision are in float32."""
+def _attention(func: torch._ops.OpOverload) -> Callable[..., Any] | None:
+    """The same for the CPU's fused attention, which torch.func's transforms come to."""
+    return functools.partial(_widened, func._op, slow_types(), rounds=1) if slow_types() else None
+
+
+def _widened(kernel: Callable, slow: tuple[torch.dtype, ...], *args: Any, rounds: int | None = None, **options: Any):
+    """Compute in float32 and round once, as a GPU does, whose sums of half precision are in float32.
+
+    rounds: so many of the results are rounded; the others are in float32 on any CPU. None: all.
+    """
     dtype = args[0].dtype
     if dtype not in slow or args[0].is_meta:
         return kernel(*args, **options)
-    wide = [a.float() if isinstance(a, torch.Tensor) and a.dtype is dtype else a for a in args]
-    return tree_map_only(torch.Tensor, lambda result: result.to(dtype), kernel(*wide, **options))
+    args, options = tree_map_only(torch.Tensor, lambda t: t.float() if t.dtype is dtype else t, (args, options))
+    result = kernel(*args, **options)
+    if rounds is not None:
+        return *(part.to(dtype) for part in result[:rounds]), *result[rounds:]
+    return tree_map_only(torch.Tensor, lambda part: part.to(dtype), result)
 
 
 def _in_another_dtype(product: Callable[..., torch.Tensor], *args: Any, **options: Any) -> torch.Tensor:
@@ -54,5 +67,6 @@ def _in_another_dtype(product: Callable[..., torch.Tensor], *args: Any, **option
 
 CPU_KERNELS = {
     **dict.fromkeys(("mm", "bmm", "addmm", "baddbmm"), product),
-    **dict.fromkeys(("convolution", "convolution_backward"), convolution),
+    **dict.fromkeys(("convolution", "convolution_backward", f"{_FUSED}_backward"), convolution),
+    _FUSED: _attention,
 }
