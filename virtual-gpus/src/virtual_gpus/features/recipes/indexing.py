@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 
 from virtual_gpus import errors
+from virtual_gpus.clock.cost import INDICES_WALKED
 from virtual_gpus.dispatch.op_call import OpCall
 from virtual_gpus.dispatch.timing import charge_copy, charge_read
 from virtual_gpus.dispatch.valueless import is_mask
@@ -16,7 +17,6 @@ from virtual_gpus.features.contiguous import packed_copies
 from virtual_gpus.placement.storages import gpu_of, nbytes
 from virtual_gpus.threads import this_thread
 
-_FEW = 3072  # indices that the unsorted kernel takes
 _ROWS_PER_THREAD = 10
 
 
@@ -25,7 +25,7 @@ def embedding_backward(call: OpCall):
     indices, gradient = call["indices"], call["grad_output"]
     count, size = indices.numel(), indices.element_size()
     by_frequency, copies = call["scale_grad_by_freq"], packed_copies(call, ("grad_output", "indices"))
-    if count <= _FEW and not by_frequency:
+    if count <= INDICES_WALKED and not by_frequency:
         with call.scratch(*copies):
             return call.run()
     # Copies of inputs; the indices sorted, where each was, how often.
