@@ -32,7 +32,7 @@ CHILD = """\
 import gc, importlib.util, json, os, subprocess
 assert importlib.util.find_spec("torch")  # as datasets and transformers ask before they import it
 from virtual_gpus import NotModelled  # the package alone is no wish for other GPUs
-import virtual_gpus.features.processes.started, torch  # as a spawned process unpickles it: it is switched on once
+import virtual_gpus.features.multiprocessing.started, torch  # as a spawned process unpickles it: it is switched on once
 os.environ["CUDA_VISIBLE_DEVICES"] = "1"  # before the first use, as programs do
 x = torch.ones(1000, device="cuda")
 found = {"count": torch.cuda.device_count(), "slot": torch.cuda.get_device_properties(0).pci_bus_id - 1}

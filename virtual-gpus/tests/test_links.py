@@ -6,7 +6,7 @@ import pytest
 from virtual_gpus import active_machine, figures
 from virtual_gpus.__main__ import parse
 from virtual_gpus.clock.links import ARRANGEMENTS, NETWORKS, arrange, link_of
-from virtual_gpus.features.driver.runtime import core_clock
+from virtual_gpus.features.runtime import core_clock
 from virtual_gpus.gpus import LINKS, format_bytes, kinds, parse_bytes, spec
 
 # Eight GPUs of which pairs are joined by four NVLinks, as nvidia-smi showed them to the author of a series on

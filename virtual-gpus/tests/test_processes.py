@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from virtual_gpus import NotModelled, active_machine, virtual_gpus
 from virtual_gpus.features.distributed import process_groups
 from virtual_gpus.features.distributed.groups import carrier
-from virtual_gpus.features.processes import started as processes
+from virtual_gpus.features.multiprocessing import started as processes
 
 pytestmark = pytest.mark.usefixtures("workspaces_given_back")
 

@@ -104,7 +104,7 @@ virtual_gpus.__doc__ = str(virtual_gpus.__doc__).replace("    Raises ", f"{descr
 def start(**settings: Any) -> None:
     """Switch on GPUs before a program that may set CUDA_VISIBLE_DEVICES in its first lines.
 
-    Spawned processes (see `features.processes`) and `sitecustomize` in those that inherit GPUs call it by name.
+    Spawned processes (see `features.multiprocessing`) and `sitecustomize` in those that inherit GPUs call it by name.
     """
     made = virtual_gpus(**settings)
     made.start()

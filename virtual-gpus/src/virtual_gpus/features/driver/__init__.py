@@ -1,1 +1,0 @@
-"""What programs ask the driver and CUDA's runtime."""
