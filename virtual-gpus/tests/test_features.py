@@ -1,4 +1,4 @@
-"""A feature is one folder: the package runs without any, but for the three that a tensor on a GPU is made of."""
+"""A feature is one folder: the package runs without any, but for the two that a tensor on a GPU is made of."""
 
 import ast
 import os
@@ -11,11 +11,11 @@ from virtual_gpus import features
 
 FOLDER = Path(features.__file__).parent
 FEATURES = sorted({path.stem for path in FOLDER.iterdir() if path.stem.strip("_") == path.stem} - {"__init__"})
-# "cuda" says that there are GPUs, "tensors" which one a tensor is on, with the streams of its backward pass.
-BASE = {"cuda", "streams", "tensors"}
+# "cuda" says that there are GPUs, "tensors" which one a tensor is on.
+BASE = {"cuda", "tensors"}
 # What else goes, because it imports the feature: no other feature may need one that is not named here.
 GO_TOO = {"autocast": {"attention", "rnn"}, "blas": {"data_parallel"}, "contiguous": {"conv", "recipes"},
-          "half_precision": {"attention", "rnn"}}  # fmt: skip
+          "half_precision": {"attention", "rnn"}, "streams": {"accelerator"}}  # fmt: skip
 PROGRAM = """
 import importlib.abc, os, pkgutil, sys
 import torch

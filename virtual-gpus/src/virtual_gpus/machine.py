@@ -28,11 +28,7 @@ from virtual_gpus.settings import Settings
 
 
 class _OfThread(threading.local):
-    """What a GPU has for each thread: its current stream (None: the default one), and its changes of streams."""
-
-    def __init__(self) -> None:
-        self.stream, self.stream_id = None, 0
-        self.changes: list[tuple[int, Any]] = []  # see `features.streams`
+    stream = 0
 
 
 class VirtualGPU:
@@ -49,13 +45,13 @@ class VirtualGPU:
         self.allocator.clock = machine
         self.generator = None  # made on first use, with torch (see random_numbers)
         self.feature_state: dict[str, Any] = {}  # what features keep for this GPU, each under its own name
-        self.of_thread = _OfThread()
+        self.of_thread = _OfThread()  # `stream`: the number of each thread's current one
         self.uuid = f"GPU-00000000-0000-4000-8000-{slot:012d}"
 
     @property
     def stream(self) -> int:
         """The current stream of this thread on this GPU. 0 is the default stream. Every block belongs to a stream."""
-        return self.of_thread.stream_id
+        return self.of_thread.stream
 
     def start_context(self) -> None:
         """Count the memory of the CUDA context, which a real GPU allocates when a process first uses it.
@@ -78,7 +74,7 @@ class VirtualGPU:
         if not allocator.device.context:
             self.start_context()
         try:
-            return allocator.malloc(nbytes, self.of_thread.stream_id, owner)
+            return allocator.malloc(nbytes, self.of_thread.stream, owner)
         except OutOfMemory as error:
             error.gpu = self
             raise
@@ -97,6 +93,7 @@ class VirtualMachine:
     def __init__(self, settings: Settings):
         self.settings = settings
         self.shapes_only = settings.shapes_only
+        self.tensor_device = torch.device("meta" if self.shapes_only else "cpu")  # where C++ has its GPUs' tensors
         self.slots = [VirtualGPU(slot, settings, self) for slot in range(settings.count)]
         self.topology = settings.topology
         self.measured = settings.table

@@ -12,7 +12,7 @@ from virtual_gpus.dispatch import valueless
 from virtual_gpus.dispatch.timing import charge_copy
 from virtual_gpus.machine import VirtualGPU, active
 from virtual_gpus.placement.random_numbers import is_state
-from virtual_gpus.placement.storages import StorageAllocation, gpu_of, is_wrapper, pin, place, put
+from virtual_gpus.placement.storages import StorageAllocation, gpu_of, has_values, is_wrapper, pin, place, put
 
 
 class ToCopy(torch.autograd.Function):
@@ -84,7 +84,7 @@ def raw_copy(
     if is_wrapper(type(tensor)):
         return _copy_of_wrapper(tensor, lambda part: raw_copy(part, target, dtype, memory_format, blocking))
     source = gpu_of(tensor)
-    made = _copied(tensor, source, target, dtype, memory_format)
+    made = _copied(tensor, target, dtype, memory_format)
     into_pinned = target is None and source is not None and not blocking  # as `_to_copy` does (TensorConversions.cpp)
     charge_copy(source, target, tensor, dtype, blocking, into_pinned)
     made = pin(made) if into_pinned else made
@@ -102,12 +102,12 @@ def _copy_of_wrapper(tensor, copy):
         return type(tensor).__tensor_unflatten__(inner, context, tensor.size(), tensor.stride()).detach()
 
 
-def _copied(tensor, source, target: VirtualGPU | None, dtype: torch.dtype, memory_format) -> torch.Tensor:
-    machine, device, allocation = (target or source).machine if target or source else None, None, None
-    if machine is not None and machine.shapes_only:
-        if target is None:
-            return valueless.copy_to_host(torch.empty(tensor.shape, dtype=dtype, device="cpu"), tensor)
-        device = torch.device("meta")
+def _copied(tensor, target: VirtualGPU | None, dtype: torch.dtype, memory_format) -> torch.Tensor:
+    if target is None and not has_values(tensor):
+        return valueless.copy_to_host(torch.empty(tensor.shape, dtype=dtype, device="cpu"), tensor)
+    device = allocation = None
+    if target is not None and target.machine.shapes_only:
+        device = target.machine.tensor_device
     if target is not None and tensor.layout == torch.strided:
         allocation = StorageAllocation(target, tensor.numel() * dtype.itemsize)  # first: what cannot fit fills nothing
     with torch._C._DisableTorchDispatch(), torch.no_grad():

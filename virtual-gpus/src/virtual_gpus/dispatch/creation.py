@@ -14,7 +14,6 @@ from virtual_gpus.machine import VirtualGPU, VirtualMachine, active, find_gpu
 from virtual_gpus.placement.creation_sites import record_creation_site
 from virtual_gpus.placement.storages import StorageAllocation, pin, put
 
-_CPU = torch.device("cpu")
 _META = torch.device("meta")
 _LARGE = 1 << 24  # elements
 
@@ -27,12 +26,10 @@ def create(call: OpCall) -> Any:
         return _create_on_host(call, source)
     if call.kwargs.get("pin_memory"):
         raise RuntimeError("Only dense CPU tensors can be pinned")
-    shapes_only = target.machine.shapes_only
-    call.kwargs = {**call.kwargs, "device": _META if shapes_only else _CPU}
+    call.kwargs = {**call.kwargs, "device": target.machine.tensor_device}
     allocation = None
-    if shapes_only:
-        valueless.prepare(call)
-    elif source is None:
+    valueless.prepare(call)
+    if source is None and not target.machine.shapes_only:
         allocation = _allocation_before_filling(call)
     result = call.compute()
     if allocation is not None:
@@ -55,7 +52,7 @@ def _target(call: OpCall, machine: VirtualMachine) -> VirtualGPU | None:
     if device.type == "cuda":
         return find_gpu(machine, device)
     # C++ passing on "the options of this input", which for C++ is on the CPU or, with shapes only, on meta.
-    is_passed_on = device.type != "meta" or (machine.shapes_only and device == _META)
+    is_passed_on = device.type != "meta" or device == machine.tensor_device
     return call.gpu if is_passed_on and not _is_from_python(call) else None
 
 

@@ -23,10 +23,9 @@ def run(call: OpCall) -> Any:
     op = call.op
     columns, gpus = columns_of(call)
     charge_foreach(call, columns, gpus)
-    if call.gpu.machine.shapes_only:
-        valueless.prepare(call)
-        if op.base.startswith("_fused_") and op.base.endswith("_"):
-            return None  # they change numbers in place, of which there are none; not all have a meta kernel
+    valueless.prepare(call)
+    if call.gpu.machine.shapes_only and op.base.startswith("_fused_") and op.base.endswith("_"):
+        return None  # they change numbers in place, of which there are none; not all have a meta kernel
     result = call.compute() if op.recipe is None else op.recipe(call)
     place_rows(columns, gpus, result)
     return result

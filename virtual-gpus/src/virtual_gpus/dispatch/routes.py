@@ -17,7 +17,7 @@ from virtual_gpus.dispatch.op_call import OpCall, refuse_gpu_generator
 from virtual_gpus.dispatch.timing import charge_crossing, charge_op, charge_read
 from virtual_gpus.entrance import calling_frame
 from virtual_gpus.placement.creation_sites import record_creation_site
-from virtual_gpus.placement.storages import follow_size, former_gpu_of, gpu_of, has_storage, storages
+from virtual_gpus.placement.storages import follow_size, former_gpu_of, gpu_of, has_storage, has_values, storages
 from virtual_gpus.threads import seen, this_thread
 
 _CUDA, _CPU = torch._C.DispatchKey.CUDA, torch._C.DispatchKey.CPU
@@ -44,11 +44,9 @@ def particular(call: OpCall) -> Any:
         op.check(call)
     if not call.is_plain:
         resolve_common_device(call)
-    shapes_only = call.gpu.machine.shapes_only
-    if shapes_only:
-        valueless.prepare(call)
+    valueless.prepare(call)
     reads = op.needs_values and not valueless.size_is_known(call)
-    if reads and shapes_only:
+    if reads and call.gpu.machine.shapes_only:
         charge_read(call)
         return valueless.value(call)
     is_dense = call.is_plain or all(map(has_storage, call.tensors))  # CUDA has other kernels for sparse tensors
@@ -68,11 +66,10 @@ def crossing(call: OpCall) -> Any:
     if call.gpu is None:
         return on_host(call)
     adopt_destination(call)
-    if call.gpu.machine.shapes_only:
-        valueless.prepare(call)
-        if call.op.base == "copy_" and gpu_of(call.args[0]) is None:
-            charge_crossing(call)
-            return valueless.copy_to_host(*call.args[:2])
+    valueless.prepare(call)
+    if call.op.base == "copy_" and gpu_of(call.args[0]) is None and not has_values(call.args[1]):
+        charge_crossing(call)
+        return valueless.copy_to_host(*call.args[:2])
     result = call.compute()
     charge_crossing(call)
     return result

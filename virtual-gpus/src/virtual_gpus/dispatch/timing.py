@@ -69,7 +69,7 @@ def charge_op(call: OpCall, result: Any) -> None:
 
 def _issue(gpu: VirtualGPU, name: str, tensors, seconds: float, host: float, further: float, call=None) -> None:
     """Kernels in the current stream, which wait for what they read. call: whose measured seconds win."""
-    clock, stream = gpu.machine.clock, gpu.of_thread.stream_id
+    clock, stream = gpu.machine.clock, gpu.of_thread.stream
     if call is not None and gpu.machine.measured is not None:
         seconds = gpu.machine.measured.seconds(key_of(call.func, call.args, call.kwargs), seconds)
     if clock.tracks[gpu.slot].late:  # asked here too, which spares the call

@@ -16,7 +16,7 @@ import torch
 from virtual_gpus.machine import VirtualGPU, active
 from virtual_gpus.threads import this_thread
 
-_META, _CPU = torch.device("meta"), torch.device("cpu")
+_CPU = torch.device("cpu")
 # Not `torch`'s, which are patches while GPUs are on.
 _empty, _empty_strided = torch._C._VariableFunctions.empty, torch._C._VariableFunctions.empty_strided
 RAW_DEVICE = torch._C.TensorBase.device.__get__  # as C++ sees it: cpu or meta
@@ -123,6 +123,12 @@ def tensors_in(value) -> list[torch.Tensor]:
         elif isinstance(part, (list, tuple)):
             found += tensors_in(part)
     return found
+
+
+def has_values(tensor: torch.Tensor) -> bool:
+    """False for a tensor on a virtual GPU with `shapes_only`."""
+    gpu = gpu_of(tensor)
+    return gpu is None or not gpu.machine.shapes_only
 
 
 def storages(tensor: torch.Tensor) -> tuple[torch.UntypedStorage, ...]:
@@ -260,7 +266,7 @@ def empty_in(
 
     No dispatch mode sees it. Nothing is written, so a CPU gives no memory for it either.
     """
-    device = _META if allocation is not None and allocation.gpu.machine.shapes_only else _CPU
+    device = _CPU if allocation is None else allocation.gpu.machine.tensor_device
     if strides is None:
         made = _empty(shape, dtype=dtype, device=device)
     else:

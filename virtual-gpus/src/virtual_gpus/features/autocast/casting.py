@@ -25,7 +25,7 @@ import weakref
 
 import torch
 
-from virtual_gpus.placement.storages import gpu_of
+from virtual_gpus.placement.storages import gpu_of, has_values
 from virtual_gpus.threads import this_thread
 
 _KEY = torch._C.DispatchKey.AutocastCUDA
@@ -294,29 +294,24 @@ def clear_autocast_cache() -> None:
 # ---- GradScaler with shapes_only -------------------------------------------------------------------------------------
 
 
-def _has_no_values(tensor) -> bool:
-    gpu = None if tensor is None else gpu_of(tensor)
-    return gpu is not None and gpu.machine.shapes_only
-
-
 def _maybe_opt_step(self, optimizer, optimizer_state, *args, **kwargs):
     """The step, unless a gradient overflowed."""
-    if any(_has_no_values(found) for found in optimizer_state["found_inf_per_device"].values()):
+    if not all(map(has_values, optimizer_state["found_inf_per_device"].values())):
         return optimizer.step(*args, **kwargs)
     return _raw["_maybe_opt_step"](self, optimizer, optimizer_state, *args, **kwargs)
 
 
 def get_scale(self) -> float:
     """The current scale."""
-    return self._init_scale if _has_no_values(_scale_of(self)) else _raw["get_scale"](self)
+    return _raw["get_scale"](self) if _has_scale(self) else self._init_scale
 
 
 def _get_growth_tracker(self) -> int:
-    return self._init_growth_tracker if _has_no_values(_scale_of(self)) else _raw["_get_growth_tracker"](self)
+    return _raw["_get_growth_tracker"](self) if _has_scale(self) else self._init_growth_tracker
 
 
-def _scale_of(scaler):
-    return scaler._scale if scaler.is_enabled() else None
+def _has_scale(scaler) -> bool:
+    return not scaler.is_enabled() or scaler._scale is None or has_values(scaler._scale)
 
 
 def patches():

@@ -17,7 +17,7 @@ from virtual_gpus.clock.clock import ConcurrentThreads
 from virtual_gpus.clock.traffic import ring_seconds
 from virtual_gpus.features.blas.products import leave_handle
 from virtual_gpus.machine import VirtualGPU, active
-from virtual_gpus.placement.storages import device_of, gpu_of, nbytes
+from virtual_gpus.placement.storages import device_of, gpu_of, has_values, nbytes
 from virtual_gpus.threads import this_thread
 
 # ---- NCCL inside one process: only what reduce_add asks of it -----------------------------------------------------
@@ -49,7 +49,7 @@ def reduce(inputs, output=None, root: int = 0, op: int = 0, streams=None, comms=
     """Sum `inputs` into `output` on the root's GPU. NCCL passes the data on in pieces: no buffer of the size of it."""
     output = outputs[root] if outputs is not None else inputs[root] if output is None else output
     collective_here([gpu_of(t) for t in inputs], "reduce", nbytes(output))
-    if gpu_of(output).machine.shapes_only:
+    if not has_values(output):
         return
     with torch._C._DisableTorchDispatch(), torch.no_grad():
         output.copy_(inputs[root])

@@ -19,7 +19,7 @@ from virtual_gpus.features.distributed.nccl import messages
 from virtual_gpus.machine import VirtualGPU
 from virtual_gpus.patches.table import around
 from virtual_gpus.placement.creation_sites import forget_creation_site
-from virtual_gpus.placement.storages import gpu_of, place
+from virtual_gpus.placement.storages import gpu_of, has_values, place
 from virtual_gpus.threads import below, this_thread
 
 _raw_broadcast_coalesced = getattr(torch.distributed, "_broadcast_coalesced", None)  # of builds with distributed
@@ -52,7 +52,7 @@ class _Buckets(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if func is torch.ops.aten.copy_.default and self._gpu.machine.shapes_only and gpu_of(args[0]) is None:
+        if func is torch.ops.aten.copy_.default and gpu_of(args[0]) is None and not has_values(args[1]):
             return args[0]  # the order of the buckets, back from rank 0: it has no values, so this rank's own stays
         made = func(*args, **kwargs)
         if kwargs.get("device") is not None:  # a bucket, or the numbers in which rank 0 sends the order of the buckets
@@ -140,7 +140,7 @@ def _verify_params_across_processes(process_group, tensors, *args, **kwargs) -> 
     gpu = gpu_of(tensors[0]) if tensors else None
     if tensors and gpu is None:  # C++ sees the same group for tensors of both kinds
         require_backend(process_group, "cpu")
-    if gpu is None or not gpu.machine.shapes_only:
+    if not tensors or has_values(tensors[0]):
         _raw_verify(process_group, tensors, *args, **kwargs)
 
 

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 import torch
 
 from virtual_gpus.features.streams import streams
+from virtual_gpus.features.tensors import autograd
 from virtual_gpus.machine import VirtualGPU, active
 from virtual_gpus.placement.storages import gpu_of
 
@@ -33,6 +34,9 @@ def on_the_streams_of_forward(outputs) -> Iterator[None]:
         run.end()
         for handle in handles:
             handle.remove()
+
+
+autograd.around_pass = on_the_streams_of_forward
 
 
 def _nodes(outputs) -> Iterator[torch.autograd.graph.Node]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
+import threading
 
 import torch
 
@@ -115,6 +116,19 @@ class ExternalStream(Stream):
     __init__ = errors.refusing("torch.cuda.ExternalStream")
 
 
+class _OfThread(threading.local):
+    """What a GPU keeps for each thread: its stream (None: the default one), and its changes of streams, see `_note`."""
+
+    def __init__(self) -> None:
+        self.stream: Stream | None = None
+        self.changes: list[tuple[int, Stream | None]] = []
+
+
+def _of_thread(gpu: VirtualGPU) -> _OfThread:
+    kept = gpu.feature_state.get("streams")
+    return kept if kept is not None else gpu.feature_state.setdefault("streams", _OfThread())
+
+
 class Event:
     """A mark in a stream. `Event(enable_timing=False, blocking=False, interprocess=False)`."""
 
@@ -193,7 +207,7 @@ def default_stream(device=None) -> Stream:
 def current_stream(device=None) -> Stream:
     """This thread's stream on a GPU."""
     gpu = gpu_at(device)
-    return gpu.of_thread.stream or default_stream(gpu.index)
+    return _of_thread(gpu).stream or default_stream(gpu.index)
 
 
 def set_stream(stream: Stream | None) -> None:
@@ -205,7 +219,7 @@ def set_stream(stream: Stream | None) -> None:
 
 def make_current(gpu: VirtualGPU, stream: Stream) -> None:
     """Make `stream` this thread's stream on `gpu`."""
-    gpu.of_thread.stream, gpu.of_thread.stream_id = stream if stream.stream_id else None, stream.stream_id
+    _of_thread(gpu).stream, gpu.of_thread.stream = stream if stream.stream_id else None, stream.stream_id
     _note(gpu)
 
 
@@ -229,7 +243,8 @@ _KEPT = 4096  # changes per GPU: older nodes belong to the default stream
 
 def _note(gpu: VirtualGPU) -> None:
     """Note the next node's number, and the stream from then on (None: the default one)."""
-    changes, stream, number = gpu.of_thread.changes, gpu.of_thread.stream, _next_number()
+    kept, number = _of_thread(gpu), _next_number()
+    changes, stream = kept.changes, kept.stream
     if changes and changes[-1][0] == number:
         changes.pop()  # no node was made meanwhile
     if (changes[-1][1] if changes else None) != stream:
@@ -240,12 +255,12 @@ def _note(gpu: VirtualGPU) -> None:
 
 def have_changed() -> bool:
     """True if this thread may have made nodes on a stream other than the default one, or is on one now."""
-    return any(gpu.of_thread.changes for gpu in active().slots)
+    return any(_of_thread(gpu).changes for gpu in active().slots)
 
 
 def stream_of_node(gpu: VirtualGPU, number: int) -> Stream:
     """The stream of `gpu` that was current when this thread made the node of that number."""
-    changes = gpu.of_thread.changes
+    changes = _of_thread(gpu).changes
     index = bisect.bisect_right(changes, number, key=lambda change: change[0])
     stream = changes[index - 1][1] if index else None
     return default_stream(gpu.index) if stream is None else stream

@@ -128,7 +128,7 @@ def _make_wrapper_subclass(*args, **kwargs):
     """A tensor around others: C++ must not hear of a GPU that it does not know. `device` asks the tensors inside."""
     device = kwargs.get("device")
     if device is not None and active() is not None and torch.device(device).type == "cuda":
-        kwargs["device"] = torch.device("meta" if active().shapes_only else "cpu")
+        kwargs["device"] = active().tensor_device
     return _raw_make_wrapper(*args, **kwargs)
 
 

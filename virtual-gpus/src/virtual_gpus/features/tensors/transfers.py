@@ -10,7 +10,7 @@ from virtual_gpus.dispatch.mode import enter_thread
 from virtual_gpus.entrance import entrance
 from virtual_gpus.features.tensors.device_numbers import named
 from virtual_gpus.machine import active, find_gpu
-from virtual_gpus.placement.storages import gpu_of, is_fake, pin
+from virtual_gpus.placement.storages import gpu_of, has_values, is_fake, pin
 from virtual_gpus.placement.storages import is_pinned as says_pinned
 from virtual_gpus.threads import this_thread
 
@@ -127,8 +127,7 @@ class save_on_cpu(torch.autograd.graph.save_on_cpu):
         with_values = self.pack_hook
 
         def pack(tensor):
-            gpu = gpu_of(tensor)
-            if gpu is None or not gpu.machine.shapes_only:
+            if has_values(tensor):
                 return with_values(tensor)
             return tensor.device, torch.empty_like(tensor, device="meta")
 

@@ -34,7 +34,9 @@ def __new__(cls, *args, device=None, **kwargs):
     gpu = find_gpu(machine, torch.device(named(device)))
     size = len(args[0]) if args and not isinstance(args[0], int) else (*args, kwargs.get("size", 0))[0]
     record = StorageAllocation(gpu, size)  # first: what cannot fit fills nothing
-    made = _raw_new(cls, size, device="meta") if machine.shapes_only else _raw_new(cls, *args, device="cpu", **kwargs)
+    if machine.shapes_only:
+        args, kwargs = (size,), {}
+    made = _raw_new(cls, *args, device=machine.tensor_device, **kwargs)
     made._record = record
     return made
 
@@ -84,13 +86,13 @@ def to(self, *, device, non_blocking: bool = False):
 
 def _copy(storage, target):
     """A new storage with the same bytes, on `target` (None: the CPU)."""
-    shapes_only = target is not None and target.machine.shapes_only
+    device = torch.device("cpu") if target is None else target.machine.tensor_device
     if _raw_device(storage).type == "meta" and _gpu(storage) is None:
         raise NotImplementedError("Cannot copy out of meta tensor; no data!")
-    if _raw_device(storage).type == "meta" and not shapes_only:
+    if _raw_device(storage).type == "meta" != device.type:
         raise errors.needs_values("copying a storage to the CPU")
-    made = torch.UntypedStorage(storage.nbytes(), device="meta" if shapes_only else "cpu")
-    if not shapes_only:
+    made = torch.UntypedStorage(storage.nbytes(), device=device)
+    if device.type == "cpu":
         with torch._C._DisableTorchDispatch():
             made.copy_(storage, False)
     if target is not None:
