@@ -70,6 +70,9 @@ def charge_op(call: OpCall, result: Any) -> None:
 def _issue(gpu: VirtualGPU, name: str, tensors, seconds: float, host: float, further: float, call=None) -> None:
     """Kernels in the current stream, which wait for what they read. call: whose measured seconds win."""
     clock, stream = gpu.machine.clock, gpu.of_thread.stream
+    if gpu.machine.fusion is not None:
+        tensors = list(tensors)
+        gpu.machine.fusion.write(gpu, tensors)
     if call is not None and gpu.machine.measured is not None:
         seconds = gpu.machine.measured.seconds(key_of(call.func, call.args, call.kwargs), seconds)
     if clock.tracks[gpu.slot].late:  # asked here too, which spares the call
@@ -85,8 +88,6 @@ def charge_kernel(gpu: VirtualGPU, name: str, inputs: list[torch.Tensor], output
 
 def charge_attention(gpu: VirtualGPU, name: str, query, key, value, numbers) -> None:
     """A fused attention kernel, `name` as PyTorch calls it."""
-    if gpu.machine.fusion is not None:
-        gpu.machine.fusion.write(gpu, (query, key, value))
     samples, heads, rows, width = query.shape
     call = Attention(samples * heads, rows, key.shape[2], width, query.dtype.itemsize, numbers.causal,
                      bool(numbers.dropout))  # fmt: skip

@@ -34,7 +34,6 @@ class Fusion:
         if call.op.is_view:
             return True
         if not is_fusible(call.op.base):
-            self.write(call.gpu, call.tensors)
             return False
         self._charge(call.gpu, call.op.base, call.tensors, unwritten=False)
         for tensor in tensors_in(result):
