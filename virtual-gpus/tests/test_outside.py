@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from benchmarks.outside import operator_table, table
 from benchmarks.outside.programs import SOURCES
-from benchmarks.outside.runner import hold
+from benchmarks.outside.runner import WITNESS, hold
 
 NAMES = [program.name for program in table.PROGRAMS]
 
@@ -22,6 +22,19 @@ def test_every_program_has_a_source_and_a_run_on_virtual_gpus():
 
 def test_the_page_was_made_from_the_stored_results():
     assert table.PAGE.read_text() == table.page(), "Run python -m benchmarks.outside to write docs/programs.md anew."
+
+
+def test_the_witness_lets_a_gpu_draw_what_the_cpu_would(tmp_path):
+    lines = (
+        "import sys, torch",
+        "ones = torch.ones(99, device=sys.argv[1])",
+        "print(torch.nn.Dropout()(ones).tolist(), torch.rand(9))",
+    )
+    (tmp_path / "program.py").write_text("\n".join(lines))
+    environment = os.environ | {"PYTHONPATH": str(WITNESS), "OUTSIDE_DRAWS": "1", "OUTSIDE_LOSSES": ""}
+    command = [sys.executable, "-m", "virtual_gpus", "--gpus", "1", tmp_path / "program.py"]
+    on_the_cpu, on_a_gpu = (subprocess.check_output([*command, name], env=environment) for name in ("cpu", "cuda"))
+    assert on_the_cpu == on_a_gpu
 
 
 @pytest.mark.outside  # 20 minutes

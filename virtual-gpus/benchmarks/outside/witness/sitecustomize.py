@@ -58,7 +58,7 @@ def _draw_as_the_cpu(numbers) -> None:
     def default_generator(gpu):
         generator = own(gpu)
         owned.add(id(generator))
-        generator.set_raw_state(torch.default_generator.get_state())
+        torch._C.Generator.set_state(generator, torch.default_generator.get_state())
         return generator
 
     def give_back(generator):
