@@ -27,9 +27,7 @@ COPY_IN, COPY_OUT = "copy in", "copy out"
 HOST_LANE = "host"
 _WINDOW = 1.0  # seconds that nvidia-smi's utilization looks back: a sixth of a second to one second
 _KEPT_GAPS = 64
-# Part of the multiprocessors that NCCL's kernels hold while a collective runs. Fitted to published training on 8 to 512
-# GPUs (docs/accuracy.md). NCCL has 16 to 32 channels on an NVSwitch, with a multiprocessor of the 108 to 132 for each.
-HELD_BY_COLLECTIVES = 0.2
+HELD_BY_COLLECTIVES = figures.read("links.toml")["collectives"]["held"]  # part of the multiprocessors
 
 
 class HostCosts(NamedTuple):

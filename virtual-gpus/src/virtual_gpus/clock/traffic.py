@@ -6,8 +6,8 @@ clusters of workstations"). https://github.com/NVIDIA/nccl-tests/blob/master/doc
 all collectives. Each hop costs half of a link's latency, as in the alpha-beta model. That is 2.5 microseconds on NVLink
 and InfiniBand, an estimate. NCCL's own model has 3.4 and 9.6 for large messages, and 1.9 and 4.0 for smaller ones
 (src/graph/tuning.cc). All-reduces over several hosts go along a tree where that is faster. Other
-collectives over many hosts lose speed, see `_RING_LOSS`. NVLink SHARP and reductions
-in the network are not modelled.
+collectives over many hosts lose speed (`ring_loss` in `figures/links.toml`). NVLink SHARP and reductions in the network
+are not modelled.
 """
 
 from __future__ import annotations
@@ -16,13 +16,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from math import ceil, log2
 
+from virtual_gpus import figures
 from virtual_gpus.clock.links import REACHED_BY_COLLECTIVES, Route, Topology
 from virtual_gpus.gpus import LinkSpec
 
-_COLLECTIVE_START = 15e-6  # seconds: NCCL's kernel, and its first handshake
-# What all-gathers and reduce-scatters lose with each doubling of the hosts above four. An all-gather of 2 GiB on 32
-# hosts reached 0.50 of their adapters (nccl, issue 1218). Never below the least, which is an estimate.
-_RING_LOSS, _RING_LEAST = 0.1, 0.4
+_FIGURES = figures.read("links.toml")["collectives"]
 # Parts of the bytes that pass over each link of a ring of n, and the number of hops one after the other.
 _RING = {
     "all_reduce": (lambda n: 2 * (n - 1) / n, lambda n: 2 * (n - 1)),
@@ -42,11 +40,11 @@ def ring_seconds(links: Sequence[LinkSpec], count: int, kind: str, nbytes: int) 
     """Seconds of a collective of `count` GPUs. links: from each to the next, around the ring. nbytes: what each GPU has
     in the end, or begins with if that is more."""
     if count < 2 or not links:
-        return _COLLECTIVE_START
+        return _FIGURES["start"]
     part, hops = _RING[kind]
     slowest = min(link.bandwidth for link in links) * REACHED_BY_COLLECTIVES
     latency = max(link.latency for link in links)
-    return _COLLECTIVE_START + part(count) * nbytes / slowest + hops(count) * latency / 2
+    return _FIGURES["start"] + part(count) * nbytes / slowest + hops(count) * latency / 2
 
 
 def collective_seconds(route: Route, kind: str, nbytes: int) -> float:
@@ -59,7 +57,7 @@ def collective_seconds(route: Route, kind: str, nbytes: int) -> float:
     """
     links = route.links
     if kind in ("all_gather", "reduce_scatter") and route.across is not None and route.count > 4 * route.here:
-        kept = max(_RING_LEAST, 1 - _RING_LOSS * log2(route.count / route.here / 4))
+        kept = max(_FIGURES["ring_least"], 1 - _FIGURES["ring_loss"] * log2(route.count / route.here / 4))
         links = (*route.inside, replace(route.across, bandwidth=route.across.bandwidth * kept))
     ring = ring_seconds(links, route.count, kind, nbytes)
     if route.across is None or kind not in ("all_reduce", "all_to_all"):
@@ -75,11 +73,11 @@ def collective_seconds(route: Route, kind: str, nbytes: int) -> float:
 def _tree_seconds(route: Route, nbytes: int) -> float:
     """Seconds of an all-reduce up and down a tree of hosts, with a chain through the members of each.
 
-    Its bandwidth and hops are those of NCCL's own model (src/graph/tuning.cc): twice the bytes at 0.9 of the speed.
+    Its bandwidth and hops are those of NCCL's own model (src/graph/tuning.cc).
     """
-    slowest = min(link.bandwidth for link in route.links) * REACHED_BY_COLLECTIVES * 0.9
+    slowest = min(link.bandwidth for link in route.links) * REACHED_BY_COLLECTIVES * _FIGURES["tree"]
     hops = 2 * (route.here - 1 + ceil(log2(route.count / route.here)))
-    return _COLLECTIVE_START + 2 * nbytes / slowest + hops * max(link.latency for link in route.links) / 2
+    return _FIGURES["start"] + 2 * nbytes / slowest + hops * max(link.latency for link in route.links) / 2
 
 
 def message_seconds(
