@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch._library.custom_ops import OPDEFS
 
-from virtual_gpus.clock.cost import depends_on_strides, tf32_setting
+from virtual_gpus.clock.cost import class_of
 
 # Of the devices that a custom operator has functions for; None stands for all others.
 _KEYS = {"cuda": torch._C.DispatchKey.CUDA, "cpu": torch._C.DispatchKey.CPU,
@@ -54,7 +54,7 @@ class Operator:
         self._read_random_numbers(func)
         self.needs_values = bool({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & set(func.tags))
         self.keeps_answers = _keeps_answers(self, func)
-        self.tf32_setting, self.depends_on_strides = tf32_setting(self.base), depends_on_strides(self.base)
+        _, _, self.tf32_setting, self.depends_on_strides = class_of(self.base)
         self.allowed_on_host = ON_THE_HOST.get(self.base, frozenset())
         self.check, self.recipe = CHECKS.get(self.base), RECIPES.get(self.base)
         self.route = ROUTES[self.kind]

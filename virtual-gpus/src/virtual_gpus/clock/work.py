@@ -31,6 +31,9 @@ class Operand(NamedTuple):
         return max(self.strides[-2:]) if len(self.strides) > 1 else self.shape[-1]
 
 
+ELSEWHERE = "elsewhere"  # the kind of an operator that the feature puts on the clock whose recipe runs it
+
+
 class Cost(NamedTuple):
     """seconds: of all its kernels on the GPU. kernels: how many the host starts. kind: "product", "convolution", ..."""
 

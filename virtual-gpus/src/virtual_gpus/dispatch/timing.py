@@ -15,10 +15,9 @@ import torch
 
 from virtual_gpus.clock.clock import COPY_IN, COPY_OUT
 from virtual_gpus.clock.cost import cost
-from virtual_gpus.clock.cost_fused import Attention, attention, recurrent
 from virtual_gpus.clock.links import REACHED
 from virtual_gpus.clock.measured import key as measured_key
-from virtual_gpus.clock.work import Operand
+from virtual_gpus.clock.work import ELSEWHERE, Operand
 from virtual_gpus.dispatch.op_call import OpCall
 from virtual_gpus.machine import VirtualGPU
 from virtual_gpus.placement.storages import allocation_of, gpu_of, is_pinned, tensors_in
@@ -26,7 +25,6 @@ from virtual_gpus.threads import this_thread
 
 _PRECISION = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float64: "fp64"}
 _kept: dict[tuple, tuple[float, float, float]] = {}  # -> seconds on the GPU, on the host, and there for more kernels
-_CHAINED = 1.75  # cuDNN's kernels for RNNs cost the host more: events between several streams
 _allows_tf32 = torch._C._get_fp32_precision_getter
 _grad_enabled = torch.is_grad_enabled
 # Not comprehensions: a call into Python per operator costs, and a generator that is cut short swallows a Ctrl-C.
@@ -83,33 +81,10 @@ def _issue(gpu: VirtualGPU, name: str, tensors, seconds: float, host: float, fur
 def charge_kernel(gpu: VirtualGPU, name: str, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
     """Work that the dispatch mode does not see, as the operator that CUDA would have run."""
     made = [tensor for tensor in outputs if not any(tensor is given for given in inputs)]  # some stand for a shape
-    _launch(gpu, name, inputs, *times(gpu, name, operands(inputs), operands(outputs)), made)
+    launch(gpu, name, inputs, *times(gpu, name, operands(inputs), operands(outputs)), made)
 
 
-def charge_attention(gpu: VirtualGPU, name: str, query, key, value, numbers) -> None:
-    """A fused attention kernel, `name` as PyTorch calls it."""
-    samples, heads, rows, width = query.shape
-    call = Attention(samples * heads, rows, key.shape[2], width, query.dtype.itemsize, numbers.causal,
-                     bool(numbers.dropout))  # fmt: skip
-    charge = attention(call, gpu.spec, _precision("", [query]), name.endswith("_backward"))
-    if gpu.machine.measured is not None:
-        settings = {"is_causal": numbers.causal, "dropout_p": numbers.dropout}
-        asked = key_of(name, (query, key, value), settings)
-        charge = charge._replace(seconds=gpu.machine.measured.seconds(asked, charge.seconds))
-    pace = gpu.machine.clock.host
-    host, further = pace.operator + pace.product + pace.training, pace.kernel * (charge.kernels - 1)
-    _launch(gpu, name, (query, key, value), charge.seconds, host, further)
-
-
-def charge_recurrent(gpu: VirtualGPU, net, inputs: Iterable[torch.Tensor], backward: bool) -> None:
-    """An LSTM, GRU or RNN by cuDNN; net: its sizes."""
-    charge, pace = recurrent(net, gpu.spec, backward), gpu.machine.clock.host
-    name = "_cudnn_rnn_backward" if backward else "_cudnn_rnn"
-    further = pace.kernel * _CHAINED * (charge.kernels - 1)
-    _launch(gpu, name, inputs, charge.seconds, pace.operator + pace.training, further)
-
-
-def _launch(gpu: VirtualGPU, name: str, reads, seconds: float, host: float, further: float, writes=()) -> None:
+def launch(gpu: VirtualGPU, name: str, reads, seconds: float, host: float, further: float, writes=()) -> None:
     """Kernels that the dispatch mode does not see."""
     _issue(gpu, name, reads, seconds, host, further)
     gpu.machine.follower.kernel(name, reads, writes)
@@ -269,15 +244,14 @@ def _look_up(gpu: VirtualGPU, op, name: str, tensors, result) -> tuple[float, fl
         outputs = operands(tensors_in(result))
     else:
         outputs = inputs[:1]
-    return times(gpu, name, inputs, outputs, _precision(op.tf32_setting, tensors), in_place=bool(op.written))
+    return times(gpu, name, inputs, outputs, precision_of(op.tf32_setting, tensors), in_place=bool(op.written))
 
 
 def times(gpu: VirtualGPU, name: str, inputs, outputs, precision: str = "fp32", first: int = 0, in_place=False):
     """Seconds on the GPU, on the host to issue the first kernel, and there to issue the others."""
     charge, pace = cost(name, inputs, outputs, gpu.spec, precision, first), gpu.machine.clock.host
     if not charge.kernels:
-        # `charge_attention` has put fused attention on the clock.
-        return 0.0, 0.0 if name.startswith("_scaled_dot_product") else pace.view, 0.0
+        return 0.0, 0.0 if charge.kind == ELSEWHERE else pace.view, 0.0
     host = pace.in_place if in_place else pace.operator
     host += {"product": pace.product, "convolution": pace.convolution}.get(charge.kind, 0.0)
     if charge.kind == "list":
@@ -294,7 +268,7 @@ def _strides(tensor: torch.Tensor) -> tuple[int, ...]:
     return tensor.stride() if tensor.layout is torch.strided else ()
 
 
-def _precision(library: str, tensors) -> str:
+def precision_of(library: str, tensors) -> str:
     """ "fp32", or what tensor cores make of it: TF32 is on for convolutions and off for products, as PyTorch has it."""
     dtype = [*[t.dtype for t in tensors if t.dtype.is_floating_point], torch.float32][0]
     if dtype == torch.float32 and library and _allows_tf32("cuda", library) == "tf32":

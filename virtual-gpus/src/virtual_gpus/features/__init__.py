@@ -5,6 +5,7 @@ have these names, which are all that the package knows of it:
 
     patches()        what answers for PyTorch's names while virtual GPUs are on, as `patches.table` wants it
     RECIPES          by the base name of an operator ("mm"): how CUDA uses memory for it, see `features.recipes`
+    COSTS            by base name: how long it takes, a `clock.cost.OperatorClass`
     CHECKS           by base name: what CUDA refuses or waits for before the operator runs
     CPU_KERNELS      by base name: given an overload, what computes in the place of the CPU's kernel, or None
     ON_THE_HOST      by base name: the arguments that CUDA wants, or takes, on the CPU
@@ -30,6 +31,7 @@ from typing import Any
 import torch
 
 from virtual_gpus import operators
+from virtual_gpus.clock import cost
 from virtual_gpus.dispatch import routes
 from virtual_gpus.machine import VirtualMachine
 from virtual_gpus.patches import captured, table
@@ -54,11 +56,9 @@ def _merged(name: str) -> dict[str, Any]:
     return merged
 
 
-operators.RECIPES.update(_merged("RECIPES"))
-operators.CHECKS.update(_merged("CHECKS"))
-operators.CPU_KERNELS.update(_merged("CPU_KERNELS"))
-operators.ON_THE_HOST.update(_merged("ON_THE_HOST"))
-operators.MIXTURES.update(_merged("MIXTURES"))
+for _name in ("RECIPES", "CHECKS", "CPU_KERNELS", "ON_THE_HOST", "MIXTURES"):
+    getattr(operators, _name).update(_merged(_name))
+cost.CLASSES.update(_merged("COSTS"))
 operators.ROUTES.update(routes.ROUTES | _merged("ROUTES"))
 
 

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import torch
 
+from virtual_gpus.clock.cost import FITTED, OperatorClass
+from virtual_gpus.clock.work import Cost, Work
 from virtual_gpus.dispatch.op_call import OpCall
 from virtual_gpus.placement.storages import nbytes
 
@@ -89,3 +91,12 @@ RECIPES = {
     **{name: _recipe(inputs, packed_copy) for name, inputs in _PACKED.items()},
     **{name: _recipe(inputs, channels_first_copy) for name, inputs in _CHANNELS_FIRST.items()},
 }
+
+
+def _pool_backward(work: Work) -> Cost:
+    fitted = FITTED["pool_backward"]
+    share = fitted["share_channels_last" if work.inputs[1].channels_last else "share"]
+    return Cost(fitted["floor"] * work.kernel + work.reading(work.nbytes, share), 1)
+
+
+COSTS = {"max_pool2d_with_indices_backward": OperatorClass(_pool_backward, depends_on_strides=True)}

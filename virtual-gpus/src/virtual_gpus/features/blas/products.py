@@ -12,9 +12,13 @@ from __future__ import annotations
 import functools
 import os
 import threading
+from math import prod
 
 import torch
 
+from virtual_gpus.clock.cost import FITTED, OperatorClass
+from virtual_gpus.clock.cost_matmul import product
+from virtual_gpus.clock.work import Cost, Work
 from virtual_gpus.dispatch.op_call import OpCall
 from virtual_gpus.machine import VirtualGPU, active
 from virtual_gpus.memory_model import blas_workspaces
@@ -146,6 +150,24 @@ def _has_lt_bias(call: OpCall) -> bool:
     return half and call.gpu.machine.settings.version >= LT_FOR_MATRICES_AS_BIAS
 
 
+def _matrices(work: Work) -> Cost:
+    first, second = work.inputs[-2:]
+    with_bias = work.name.startswith(("addmm", "_addmm")) and len(work.inputs) > 2
+    aligned = all(part.leading * part.itemsize % 16 == 0 for part in (first, second, *work.outputs[:1]))
+    sizes = first.shape[-2], second.shape[-1], first.shape[-1], prod(first.shape[:-2])
+    seconds, kernels = product(work.spec, *sizes, work.precision, with_bias, aligned)
+    return Cost(seconds, kernels, "product")
+
+
+def _vector(work: Work) -> Cost:
+    return Cost(FITTED["vector"]["floor"] * work.kernel + work.reading(work.nbytes), 1, "product")
+
+
+_PRODUCT = OperatorClass(_matrices, is_fusible=False, tf32_setting="matmul", depends_on_strides=True)
+COSTS = {
+    **dict.fromkeys(_FIRST, _PRODUCT),
+    **dict.fromkeys(("mv", "addmv", "dot", "vdot", "ger", "addr"), OperatorClass(_vector, is_fusible=False)),
+}
 RECIPES = {
     **dict.fromkeys(("mm", "bmm", "baddbmm", "baddbmm_", "addmm_", "addbmm", "addbmm_", "addmv", "addmv_", "mv", "dot",
                      "vdot", "linalg_solve_triangular", "triangular_solve"), with_workspace),

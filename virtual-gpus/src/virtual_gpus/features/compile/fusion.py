@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from virtual_gpus.clock.cost import is_fusible
+from virtual_gpus.clock.cost import class_of
 from virtual_gpus.dispatch.op_call import OpCall
 from virtual_gpus.dispatch.timing import await_tensors
 from virtual_gpus.machine import VirtualGPU
@@ -33,7 +33,7 @@ class Fusion:
             return False
         if call.op.is_view:
             return True
-        if not is_fusible(call.op.base):
+        if not class_of(call.op.base).is_fusible:
             return False
         self._charge(call.gpu, call.op.base, call.tensors, unwritten=False)
         for tensor in tensors_in(result):

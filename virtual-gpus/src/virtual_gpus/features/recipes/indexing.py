@@ -6,10 +6,13 @@ without temporaries. The sizes give the H200's figures to the byte.
 
 from __future__ import annotations
 
+from math import prod
+
 import torch
 
 from virtual_gpus import errors
-from virtual_gpus.clock.cost import INDICES_WALKED
+from virtual_gpus.clock.cost import FITTED, OperatorClass, bytes_of, moves
+from virtual_gpus.clock.work import Cost, Work
 from virtual_gpus.dispatch.op_call import OpCall
 from virtual_gpus.dispatch.timing import charge_copy, charge_read
 from virtual_gpus.dispatch.valueless import is_mask
@@ -17,6 +20,7 @@ from virtual_gpus.features.contiguous import packed_copies
 from virtual_gpus.placement.storages import gpu_of, nbytes
 from virtual_gpus.threads import this_thread
 
+_INDICES_WALKED = 3072  # by one block of threads; more are sorted
 _ROWS_PER_THREAD = 10
 
 
@@ -25,7 +29,7 @@ def embedding_backward(call: OpCall):
     indices, gradient = call["indices"], call["grad_output"]
     count, size = indices.numel(), indices.element_size()
     by_frequency, copies = call["scale_grad_by_freq"], packed_copies(call, ("grad_output", "indices"))
-    if count <= INDICES_WALKED and not by_frequency:
+    if count <= _INDICES_WALKED and not by_frequency:
         with call.scratch(*copies):
             return call.run()
     # Copies of inputs; the indices sorted, where each was, how often.
@@ -126,6 +130,23 @@ ON_THE_HOST["index_fill_"] = {"index"}  # x[i] = 5 ends here if x is on the CPU 
 ON_THE_HOST["tensor_split"] = {"tensor_indices_or_sections"}
 MIXTURES = dict.fromkeys(_BY_TENSORS, indices_elsewhere) | {"embedding": embedding_elsewhere}
 MIXTURES |= dict.fromkeys(("masked_fill", "masked_fill_"), mask_elsewhere)
+
+
+def _embedding_backward_cost(work: Work) -> Cost:
+    numbers, fitted = prod(work.inputs[1].shape), FITTED["embedding_backward"]
+    written = work.outputs[0].nbytes + work.inputs[0].nbytes
+    floor = fitted["floor"] + fitted["per_number"] * min(numbers, _INDICES_WALKED)
+    return Cost(work.kernel * floor + work.reading(written), 2 if numbers <= _INDICES_WALKED else 8)
+
+
+COSTS = {
+    **dict.fromkeys(("embedding", "index_select", "gather", "index"),  # only the rows that are asked for are read
+                    moves("rows_taken", lambda work: 2 * bytes_of(work.outputs))),
+    "index_add_": moves("rows_added", lambda work: 3 * work.inputs[-1].nbytes),  # only the rows that are named
+    "embedding_dense_backward": OperatorClass(_embedding_backward_cost, is_fusible=False),
+    **dict.fromkeys(("select_backward", "slice_backward"),
+                    moves("zeros_and_values", lambda work: bytes_of(work.outputs) + 2 * bytes_of(work.inputs))),
+}  # fmt: skip
 
 
 def patches():

@@ -1,4 +1,4 @@
-"""Temporaries of normalization layers on CUDA.
+"""Temporaries of normalization layers on CUDA, and how long some of them take.
 
 Layer norm adds up the gradients of its parameters in two steps when there are very many rows (layer_norm_kernel.cu in
 aten/src/ATen/native/cuda). Group norm keeps a scale and a shift per channel (group_norm_kernel.cu). Batch norm over
@@ -9,8 +9,12 @@ where the CPU's is made of five operators (aten/src/ATen/native/layer_norm.cpp).
 
 from __future__ import annotations
 
+from math import prod
+
 import torch
 
+from virtual_gpus.clock.cost import FITTED, OperatorClass, moves
+from virtual_gpus.clock.work import Cost, Work
 from virtual_gpus.dispatch import known
 from virtual_gpus.dispatch.op_call import OpCall
 from virtual_gpus.dispatch.timing import charge_kernel
@@ -247,3 +251,37 @@ RECIPES = {
     "native_batch_norm": batch_norm,
     "native_batch_norm_backward": batch_norm_backward,
 }
+
+
+def _batch_norm_cost(work: Work) -> Cost:
+    """A block of threads per channel: few channels leave the GPU half idle, unless the channels are last."""
+    backward = not work.name.endswith("norm")
+    images, fitted = work.inputs[backward], FITTED["batch_norm"]
+    channels = images.shape[1] if len(images.shape) > 1 else 1
+    direction = FITTED["batch_norm_backward" if backward else "batch_norm_forward"]
+    waves = channels / work.spec.multi_processor_count
+    if work.precision == "bf16" and len(images.shape) > 2 and not images.channels_last:
+        # PyTorch's own kernels: a block of threads goes through the pieces of its channel one after the other
+        chain = direction["chain"] + direction["per_number"] * (images.nbytes / 2 / channels)
+        return Cost((fitted["chain"] + max(1.0, waves) * chain) * work.kernel + work.reading(images.nbytes), 3)
+    share = direction["share_channels_last"]
+    if not images.channels_last:
+        busy = channels / (fitted["waves"] * work.spec.multi_processor_count)
+        share = min(1.0, max(fitted["least"], busy)) * direction["share"]
+    return Cost(fitted["floor"] * work.kernel + work.reading(images.nbytes * (3 if backward else 2), share), 1)
+
+
+def _group_norm_cost(work: Work) -> Cost:
+    """A block of threads per sample and group, which the statistics count: few of them leave the GPU half idle."""
+    fitted, blocks = FITTED["group_norm"], prod(work.outputs[1].shape) if len(work.outputs) > 1 else 1
+    busy = min(fitted["share"], blocks / (fitted["waves"] * work.spec.multi_processor_count))
+    images = work.inputs[0].nbytes
+    return Cost(fitted["floor"] * work.kernel + work.reading(images, busy) + work.reading(2 * images), 2)
+
+
+COSTS = {
+    **dict.fromkeys(("native_batch_norm", "native_batch_norm_backward"),
+                    OperatorClass(_batch_norm_cost, depends_on_strides=True)),
+    "batch_norm_elemt": moves("copied_in", lambda work: 2 * work.outputs[0].nbytes, is_fusible=False),
+    "native_group_norm": OperatorClass(_group_norm_cost),
+}  # fmt: skip

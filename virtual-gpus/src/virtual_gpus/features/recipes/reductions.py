@@ -7,8 +7,12 @@ all of it alive. Their meta kernels make a small one, so with shapes only the si
 
 from __future__ import annotations
 
+from math import prod
+
 import torch
 
+from virtual_gpus.clock.cost import FITTED, OperatorClass, bytes_of
+from virtual_gpus.clock.work import Cost, Work
 from virtual_gpus.dispatch.op_call import OpCall
 from virtual_gpus.features.contiguous import NO_REDUCTION
 from virtual_gpus.memory_model import reduction_scratch
@@ -112,3 +116,26 @@ RECIPES = {
     **dict.fromkeys(("argmax", "argmin", "var", "std", "var_mean", "std_mean"), with_index),
 }
 ON_THE_HOST = {"_ctc_loss": {"input_lengths", "target_lengths"}}
+
+
+def _reduction_cost(work: Work) -> Cost:
+    """Few results of many numbers: threads leave partial sums, and the last block adds them up."""
+    inputs, results = (sum(prod(p.shape) for p in parts) for parts in (work.inputs, work.outputs))
+    fitted = FITTED["reduction"]
+    far = inputs > fitted["numbers_per_result"] * max(1, results) and inputs > fitted["numbers"]
+    floor = fitted["floor_of_many" if far else "floor"] * work.kernel
+    return Cost(floor + work.reading(work.nbytes, fitted["share"]), 2 if far else 1)
+
+
+def _nll_cost(work: Work) -> Cost:
+    """The loss of classes: one thread adds up many rows."""
+    fitted, forward = FITTED["nll_loss"], work.name.endswith("forward")
+    rows, per_row = work.inputs[not forward].shape[0], fitted["per_row" if forward else "per_row_backward"]
+    written = 0 if forward else bytes_of(work.outputs)
+    return Cost(work.kernel * (fitted["floor"] + per_row * rows) + work.reading(written), 1 if not written else 2)
+
+
+_REDUCED = ("sum", "mean", "prod", "amax", "amin", "nansum", "linalg_vector_norm", "norm", "argmax", "argmin", "max",
+            "min", "var", "std", "var_mean", "std_mean", "all", "any")  # fmt: skip
+_NLL = (f"nll_loss{images}_{direction}" for images in ("", "2d") for direction in ("forward", "backward"))
+COSTS = dict.fromkeys(_REDUCED, OperatorClass(_reduction_cost)) | dict.fromkeys(_NLL, OperatorClass(_nll_cost))

@@ -18,11 +18,11 @@ import torch
 from torch.autograd.function import once_differentiable
 from torch.overrides import handle_torch_function, has_torch_function
 
-from virtual_gpus.dispatch.timing import charge_recurrent
 from virtual_gpus.entrance import entrance
 from virtual_gpus.features.autocast import casting
 from virtual_gpus.features.rnn import weights as weights
 from virtual_gpus.features.rnn.recurrent_call import RecurrentCall, bind, check
+from virtual_gpus.features.rnn.recurrent_costs import charge_recurrent
 from virtual_gpus.features.rnn.sizes import (
     DROPOUT_STATE,
     is_small,

@@ -13,6 +13,7 @@ from __future__ import annotations
 from math import prod
 
 from virtual_gpus import figures
+from virtual_gpus.clock.cost import OperatorClass
 from virtual_gpus.clock.cost_matmul import in_tiles, tensor_cores
 from virtual_gpus.clock.work import Cost, Operand, Work
 
@@ -140,3 +141,13 @@ def _depthwise(work: Work, backward: bool, last: bool, images: Operand, filters:
     return (
         max(flops / (work.spec.flops.fp32 * fitted["arithmetic"]), work.reading(images.nbytes + result.nbytes)) / share
     )
+
+
+_FORWARD, _BACKWARD = (
+    OperatorClass(formula, is_fusible=False, tf32_setting="conv", depends_on_strides=True)
+    for formula in (forward, backward)
+)
+COSTS = {
+    **dict.fromkeys(("convolution", "convolution_overrideable"), _FORWARD),
+    **dict.fromkeys(("convolution_backward", "convolution_backward_overrideable"), _BACKWARD),
+}

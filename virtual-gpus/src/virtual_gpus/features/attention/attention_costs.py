@@ -1,0 +1,61 @@
+"""How long the fused attention kernels take. The recipe that runs one charges it, since it knows of a causal mask.
+
+The constants are in `figures/operators.toml`.
+"""
+
+from __future__ import annotations
+
+from math import ceil
+
+import torch
+
+from virtual_gpus import figures
+from virtual_gpus.clock.cost import OperatorClass
+from virtual_gpus.clock.cost_matmul import tensor_cores
+from virtual_gpus.clock.work import ELSEWHERE, Cost
+from virtual_gpus.dispatch.timing import key_of, launch, precision_of
+from virtual_gpus.features.attention.kernels import Cudnn, Efficient, Flash
+from virtual_gpus.features.attention.values import Numbers
+from virtual_gpus.gpus import GPUSpec
+from virtual_gpus.machine import VirtualGPU
+
+_FITTED = figures.read("operators.toml")["attention"]
+
+
+def charge_attention(gpu: VirtualGPU, name: str, query, key, value, numbers: Numbers) -> None:
+    """Put a kernel on the clock, `name` as PyTorch calls it."""
+    charge = _cost(query, key, numbers, gpu.spec, name.endswith("_backward"))
+    if gpu.machine.measured is not None:
+        settings = {"is_causal": numbers.causal, "dropout_p": numbers.dropout}
+        asked = key_of(name, (query, key, value), settings)
+        charge = charge._replace(seconds=gpu.machine.measured.seconds(asked, charge.seconds))
+    pace = gpu.machine.clock.host
+    host, further = pace.operator + pace.product + pace.training, pace.kernel * (charge.kernels - 1)
+    launch(gpu, name, (query, key, value), charge.seconds, host, further)
+
+
+def _cost(query: torch.Tensor, key: torch.Tensor, numbers: Numbers, spec: GPUSpec, backward: bool) -> Cost:
+    """Tiles of the scores (rows of the query, columns of the key) that the causal mask empties are skipped."""
+    (samples, heads, rows, width), columns, itemsize = query.shape, key.shape[2], query.dtype.itemsize
+    precision, reached, tile = precision_of("", [query]), spec.reached, _FITTED["tile"]
+    down, across = ceil(rows / tile), ceil(columns / tile)
+    tiles = sum(min(across, row + 1) for row in range(down)) if numbers.causal else down * across
+    flops = 4 * samples * heads * tiles * tile * tile * width * (_FITTED["backward"] if backward else 1)
+    cores = tensor_cores(spec, precision)
+    share = _FITTED["share_on_cores" if cores else "share"]
+    if cores and itemsize == 2 and list(spec.capability) in _FITTED["small_cores"]:
+        share = _FITTED["share_of_products"] * reached.tensor
+    share /= _FITTED["dropout"] if numbers.dropout else 1
+    read = samples * heads * (2 * rows + 2 * columns) * width * itemsize
+    seconds = max(flops / (getattr(spec.flops, precision) * share), read / (spec.bandwidth * reached.memory))
+    if not backward:
+        return Cost(seconds + _FITTED["floor"] * reached.kernel, 1)
+    seconds += 2 * read / (spec.bandwidth * reached.memory)
+    return Cost(seconds + _FITTED["floor_backward"] * reached.kernel, 1 + _FITTED["other_kernels"])
+
+
+COSTS = {
+    f"{kernel.name}{direction}": OperatorClass(lambda work: Cost(0.0, 0, ELSEWHERE), is_fusible=False)
+    for kernel in (Cudnn, Efficient, Flash)
+    for direction in ("", "_backward")
+}
