@@ -129,6 +129,7 @@ class GPUSpec:
     name: the name that torch.cuda.get_device_properties reports.
     memory: bytes, as CUDA reports them.
     capability: compute capability (major, minor).
+    cores, threads: of a multiprocessor: for fp32, and that it holds at a time.
     bandwidth: bytes per second of the GPU's memory.
     flops: peak operations per second of matrix multiplications by data type, on tensor cores if the GPU has them. A
         type that the GPU does not support counts as fp32.
@@ -141,6 +142,8 @@ class GPUSpec:
     name: str
     memory: int
     capability: tuple[int, int]
+    cores: int
+    threads: int
     multi_processor_count: int
     l2_bytes: int
     bandwidth: float
@@ -178,6 +181,7 @@ def _read(kind: str) -> GPUSpec:
         kind=kind,
         name=data["name"],
         capability=tuple(data["capability"]),
+        **figures.read("architectures.toml")["{}.{}".format(*data["capability"])],
         flops=Flops(**dict.fromkeys(Flops._fields, peak["fp32"]) | peak),
         link=LINKS[data["link"]],
         host_link=LINKS[data["host_link"]],

@@ -156,8 +156,7 @@ def reduction_scratch(
     if strides is None:
         strides = [prod(shape[dim + 1 :]) for dim in range(ndim)]
     reduced = tuple(sorted({dim % ndim for dim in dims})) if dims else tuple(range(ndim))
-    threads = 1024 if sheet.capability == (7, 5) else 2048  # of a multiprocessor; Turing has half
-    return _buffers(tuple(shape), tuple(strides), reduced, partial_bytes, sheet.multi_processor_count, threads)
+    return _buffers(tuple(shape), tuple(strides), reduced, partial_bytes, sheet.multi_processor_count, sheet.threads)
 
 
 _Dim = tuple[int, int]  # length and stride, in elements

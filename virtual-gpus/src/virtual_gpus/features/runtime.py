@@ -13,8 +13,6 @@ from virtual_gpus.gpus import GPUSpec
 from virtual_gpus.patches.table import in_package
 
 _NCCL = (2, 28, 9)  # for a build without NCCL: that of PyTorch 2.11's wheels for Linux
-_CORES = {(3, 7): 192, (6, 1): 128, (7, 0): 64, (7, 5): 64, (8, 0): 64, (8, 6): 128, (8, 9): 128, (9, 0): 128,
-          (10, 0): 128, (12, 0): 128}  # CUDA's programming guide  # fmt: skip
 
 
 class cudaError(int):
@@ -62,7 +60,7 @@ def cudart() -> Runtime:
 
 def core_clock(spec: GPUSpec) -> float:
     """Cycles per second at boost: the data sheet's fp32 peak over two operations per core and cycle."""
-    return spec.flops.fp32 / (2 * _CORES[spec.capability] * spec.multi_processor_count)
+    return spec.flops.fp32 / (2 * spec.cores * spec.multi_processor_count)
 
 
 def _sleep(cycles: int) -> None:

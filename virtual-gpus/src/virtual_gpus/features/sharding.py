@@ -32,8 +32,7 @@ def split_with_sizes_copy(call: OpCall):
     chunks = math.prod(source.shape[:dim])
     per_chunk = [size * source.stride(dim) * source.element_size() for size in sizes]
     blocks = sum(-(-nbytes // _BYTES) for nbytes in per_chunk)
-    threads = 1024 if call.gpu.spec.capability == (7, 5) else 2048  # of a multiprocessor; Turing has half
-    at_once = call.gpu.spec.multi_processor_count * threads // _THREADS * 2
+    at_once = call.gpu.spec.multi_processor_count * call.gpu.spec.threads // _THREADS * 2
     factor = -(-blocks * chunks // at_once)
     repeats = -(-factor // min(math.ceil(math.sqrt(factor)), chunks)) if factor else 1
     blocks = sum(-(-nbytes // (_BYTES * repeats)) for nbytes in per_chunk)

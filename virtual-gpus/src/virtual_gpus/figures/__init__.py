@@ -6,6 +6,7 @@ A figure is a table `{ value = 4_800, unit = "GB/s", source = "H200 data sheet" 
 base units: bytes, seconds, operations per second, or a fraction.
 
 - kinds/*.toml: one GPU each. The name of the file is the name of the kind.
+- architectures.toml: what all kinds of a compute capability have.
 - links.toml: links between GPUs, and networks between machines.
 - host.toml: what it costs the host to issue work.
 - operators.toml: what operators take besides the reading and writing of their bytes.
