@@ -36,7 +36,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from torchvision.models.resnet import Bottleneck, ResNet
 from virtual_gpus import record_timeline, virtual_gpus
-from virtual_gpus.dispatch.timing import key_of
+from virtual_gpus.dispatch.measured_calls import key_of
 from virtual_gpus.gpus import spec
 
 from benchmarks.reference.networks import GPT, positions

@@ -22,6 +22,7 @@ import torch
 import torch.nn.functional as F
 
 from virtual_gpus.clock.measured import Measured
+from virtual_gpus.dispatch.measured_calls import made
 from virtual_gpus.files import write_whole
 from virtual_gpus.gpus import kinds, spec
 from virtual_gpus.machine import VirtualMachine
@@ -117,18 +118,6 @@ def prepared(operator: str, arguments: list[Any], device: str) -> Callable[[], A
         function = getattr(function, part)
     args, kwargs = made(positional, device), {name: made(value, device) for name, value in by_name.items()}
     return lambda: function(*args, **kwargs)
-
-
-def made(value: Any, device: str) -> Any:
-    """An argument as `dispatch.timing.key_of` wrote it, on a device."""
-    if isinstance(value, list):
-        return [made(part, device) for part in value]
-    if not isinstance(value, dict):
-        return value
-    if "torch" in value:
-        return torch.device(device) if value["torch"] == "device" else getattr(torch, value["torch"])
-    kind = getattr(torch, value["dtype"])
-    return torch.empty_strided(value["shape"], value["strides"], dtype=kind, device=device).zero_()
 
 
 if __name__ == "__main__":

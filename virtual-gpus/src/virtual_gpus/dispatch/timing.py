@@ -16,8 +16,8 @@ import torch
 from virtual_gpus.clock.clock import COPY_IN, COPY_OUT
 from virtual_gpus.clock.cost import cost
 from virtual_gpus.clock.links import REACHED
-from virtual_gpus.clock.measured import key as measured_key
 from virtual_gpus.clock.work import ELSEWHERE, Operand
+from virtual_gpus.dispatch.measured_calls import key_of
 from virtual_gpus.dispatch.op_call import OpCall
 from virtual_gpus.machine import VirtualGPU
 from virtual_gpus.placement.storages import allocation_of, gpu_of, is_pinned, tensors_in
@@ -201,28 +201,6 @@ def await_tensors(gpu: VirtualGPU, tensors: Iterable[torch.Tensor]) -> None:
     for key, (arrival, owner) in late.copy().items():
         if owner() is None or (arrival.known and arrival.time() <= ready):
             late.pop(key, None)
-
-
-# ---- the key of a call among measured operators (`clock.measured`) ---------------------------------------------------
-
-
-def key_of(operator: Any, args: tuple, kwargs: dict[str, Any]) -> str:
-    """The key of a call. operator: an ATen overload, or the name of a fused kernel."""
-    return measured_key(str(operator), [_described(args), {name: _described(value) for name, value in kwargs.items()}])
-
-
-def _described(value: Any) -> Any:
-    """A tensor as its shape, type and strides; types, layouts and devices by their names in torch."""
-    if isinstance(value, torch.Tensor):
-        kind = str(value.dtype).removeprefix("torch.")
-        return {"shape": list(value.shape), "dtype": kind, "strides": list(value.stride())}
-    if isinstance(value, (list, tuple)):
-        return [_described(part) for part in value]
-    if isinstance(value, (torch.dtype, torch.layout, torch.memory_format)):
-        return {"torch": str(value).removeprefix("torch.")}
-    if isinstance(value, torch.device):
-        return {"torch": "device"}
-    return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)
 
 
 # ---- what the formulas say -------------------------------------------------------------------------------------------

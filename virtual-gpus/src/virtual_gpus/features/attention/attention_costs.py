@@ -13,7 +13,8 @@ from virtual_gpus import figures
 from virtual_gpus.clock.cost import OperatorClass
 from virtual_gpus.clock.cost_matmul import tensor_cores
 from virtual_gpus.clock.work import ELSEWHERE, Cost
-from virtual_gpus.dispatch.timing import key_of, launch, precision_of
+from virtual_gpus.dispatch.measured_calls import key_of
+from virtual_gpus.dispatch.timing import launch, precision_of
 from virtual_gpus.features.attention.kernels import Cudnn, Efficient, Flash
 from virtual_gpus.features.attention.values import Numbers
 from virtual_gpus.gpus import GPUSpec
