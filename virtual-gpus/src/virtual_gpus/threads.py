@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack, _pop_mode, _push_mode
 
@@ -23,17 +22,11 @@ class ThreadState(threading.local):
     mode: TorchDispatchMode | None = None
     """The dispatch mode through which this thread's operators are seen; None where it has not entered one."""
 
-    compiled: bool = False
-    """True while a function runs that torch.compile gave back, with `compile="modelled"`."""
-
     worker: object | None = None
     """The replica of DataParallel whose thread this one stands in for; None for the thread itself."""
 
     autocast: bool = False
     """True while `torch.autocast("cuda")` is on and the operator that is called has not been cast yet."""
-
-    collective: Any = None
-    """The GPU of the collective that this thread issued last and its end (`features.distributed`), for its Work."""
 
 
 this_thread = ThreadState()

@@ -34,7 +34,7 @@ _KINDS = (
     ("fsdp/_fully_shard/_fsdp_param.py", None, GATHERED),
     ("fsdp/_flat_param.py", None, GATHERED),
     ("fsdp/_runtime_utils.py", None, BUFFERS),
-    ("virtual_gpus/features/distributed/works.py", None, BUFFERS),
+    ("virtual_gpus/features/distributed/reducer.py", None, BUFFERS),
     ("nn/parallel/distributed.py", ("__init__", "_sync_module_states"), BUFFERS),
     ("torch/nn/parallel/replicate.py", None, PARAMETERS),
     ("torch/nn/parallel/scatter_gather.py", ("scatter_map",), OTHER),  # inputs, which one GPU would get from outside

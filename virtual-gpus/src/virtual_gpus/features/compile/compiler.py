@@ -16,9 +16,8 @@ from typing import Any
 
 import torch
 
-from virtual_gpus.features.compile.fusion import Fusion
+from virtual_gpus.features.compile.fusion import Fusion, in_this_thread
 from virtual_gpus.machine import active
-from virtual_gpus.threads import this_thread
 
 _raw_compile = torch.compile
 _raw_set_stance = torch.compiler.set_stance
@@ -76,15 +75,15 @@ def _fused(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
-        machine, before = active(), this_thread.compiled
+        machine, before = active(), in_this_thread.compiled
         if machine is None or machine.settings.compile != "modelled":
             return function(*args, **kwargs)
         machine.fusion = machine.fusion or Fusion()
-        this_thread.compiled = True
+        in_this_thread.compiled = True
         try:
             return function(*args, **kwargs)
         finally:
-            this_thread.compiled = before
+            in_this_thread.compiled = before
 
     return run
 

@@ -7,6 +7,7 @@ read again until an operator that is not fused needs it, and is then written onc
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Iterable
 from typing import Any
@@ -21,6 +22,13 @@ from virtual_gpus.placement.storages import allocation_of, nbytes, tensors_in
 from virtual_gpus.threads import this_thread
 
 
+class _InThisThread(threading.local):
+    compiled = False  # while a function runs that torch.compile gave back, with `compile="modelled"`
+
+
+in_this_thread = _InThisThread()
+
+
 class Fusion:
     """The results of fused operators that nothing has written yet. One per machine, once it runs compiled code."""
 
@@ -29,7 +37,7 @@ class Fusion:
 
     def takes(self, call: OpCall, result: Any) -> bool:
         """Charge an operator if it is fused."""
-        if not (this_thread.compiled or this_thread.in_backward):
+        if not (in_this_thread.compiled or this_thread.in_backward):
             return False
         if call.op.is_view:
             return True

@@ -6,6 +6,7 @@ called; the host goes on.
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
@@ -15,9 +16,15 @@ import torch
 from virtual_gpus.features.distributed.groups import row_of
 from virtual_gpus.machine import VirtualGPU
 from virtual_gpus.placement.storages import allocation_of, gpu_of, tensors_in
-from virtual_gpus.threads import this_thread
 
 _ends: weakref.WeakKeyDictionary[Any, tuple[VirtualGPU, Any]] = weakref.WeakKeyDictionary()  # of works that Python has
+
+
+class _InThisThread(threading.local):
+    collective: Any = None  # the GPU and the end of the one that was issued last, for its Work
+
+
+_in_this_thread = _InThisThread()
 
 
 class Lane(NamedTuple):
@@ -84,7 +91,7 @@ def occupy(gpu: VirtualGPU, lane: Lane, start: float, end: float, sent: float) -
 
 def note(gpu: VirtualGPU, tensors: Iterable[torch.Tensor], arrival) -> None:
     """What uses `tensors` waits for `arrival`, and so does `wait()` of the Work that stands for it."""
-    this_thread.collective = gpu, arrival
+    _in_this_thread.collective = gpu, arrival
     for tensor in tensors:
         allocation = allocation_of(tensor)
         if allocation is not None:
@@ -94,7 +101,7 @@ def note(gpu: VirtualGPU, tensors: Iterable[torch.Tensor], arrival) -> None:
 
 def remember(work: Any) -> None:
     """Called when Python is given a Work: it stands for the collective that this thread issued last."""
-    noted, this_thread.collective = this_thread.collective, None
+    noted, _in_this_thread.collective = _in_this_thread.collective, None
     if noted is not None and work is not None:
         _ends[work] = noted
         noted[1].given = True

@@ -23,7 +23,7 @@ from virtual_gpus import errors
 from virtual_gpus.entrance import entrance
 from virtual_gpus.errors import scalar_type
 from virtual_gpus.features.distributed import alone
-from virtual_gpus.features.distributed.arrivals import give_to_future, remember
+from virtual_gpus.features.distributed.arrivals import await_work, give_to_future, remember
 from virtual_gpus.features.distributed.groups import is_nccl, require_backend
 from virtual_gpus.machine import active
 from virtual_gpus.patches.table import Patch, around
@@ -46,7 +46,7 @@ _INTO_ONE = {"allgather_into_tensor_coalesced": "_allgather_base", "all_gather_s
              "reduce_scatter_tensor_coalesced": "_reduce_scatter_base",
              "reduce_scatter_single_coalesced": "_reduce_scatter_base"}  # fmt: skip
 _MESSAGES = ("send", "recv", "recv_anysource")
-messages: weakref.WeakSet[Any] = weakref.WeakSet()  # works of messages: gloo may wait for one of them once only
+_messages: weakref.WeakSet[Any] = weakref.WeakSet()  # works of messages: gloo may wait for one of them once only
 _TAG = 1 << 21  # messages of all_to_all go beside those of the program
 _open: dict[Any, list[Any]] = {}  # group -> works of a coalescing block that has not ended
 
@@ -228,7 +228,7 @@ def _by_nccls_rules(name: str, function: Callable) -> Callable:
                 with torch.no_grad():  # not a decorator, whose frame of PyTorch's would be in every traceback
                     work = _issue(group, name, function, list(args), rest)
                 if work is not None and name in _MESSAGES:
-                    messages.add(work)
+                    _messages.add(work)
                 if work is not None and group in _open:
                     _open[group].append(work)
         remember(work)
@@ -310,6 +310,16 @@ def _issue(group: Any, name: str, function: Callable, args: list[Any], rest: dic
     return work
 
 
+def _wait(function: Callable, self, *args, **kwargs) -> bool:
+    """Gloo makes some results in a tensor of its own and copies them at `wait`, which NCCL does not: no GPU copies."""
+    if not this_thread.inside:
+        await_work(self)
+    if self in _messages and self.is_completed():
+        return True
+    with below():
+        return function(self, *args, **kwargs)
+
+
 def _get_future(function: Callable, self):
     """`Work.get_future`. A collective is over once it is issued (`collectives.run`), so that `then` calls its
     function at once, as with NCCL, and all ranks issue what follows in one order."""
@@ -338,6 +348,7 @@ def patches() -> list[Patch]:
     group = torch.distributed.ProcessGroup
     work = torch._C._distributed_c10d.Work
     rows = [(group, name, _OfCpp(group, name)) for name in _NAMES if name in vars(group)]
-    return [*rows, (work, "get_future", around(work.get_future, _get_future)),
+    return [*rows, (work, "wait", around(work.wait, _wait)),
+            (work, "get_future", around(work.get_future, _get_future)),
             (group, "_start_coalescing", around(group._start_coalescing, _start_coalescing)),
             (group, "_end_coalescing", around(group._end_coalescing, _end_coalescing))]  # fmt: skip

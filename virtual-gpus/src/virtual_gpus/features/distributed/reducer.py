@@ -1,4 +1,4 @@
-"""torch.distributed beside gloo: what DistributedDataParallel does in C++.
+"""What DistributedDataParallel does in C++: its reducer, with the buckets on GPUs, and the comparison of parameters.
 
 NCCL has buffers of its own, which it takes from CUDA directly (some hundred MiB per communicator, seen by nvidia-smi
 only) and which are not modelled. Gloo's buffers are the computer's memory. See `process_groups` and `nccl`.
@@ -6,37 +6,19 @@ only) and which are not modelled. Gloo's buffers are the computer's memory. See 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import nullcontext
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from virtual_gpus.entrance import entrance
-from virtual_gpus.features.distributed.arrivals import await_work
 from virtual_gpus.features.distributed.groups import require_backend
-from virtual_gpus.features.distributed.nccl import messages
 from virtual_gpus.machine import VirtualGPU
-from virtual_gpus.patches.table import around
 from virtual_gpus.placement.creation_sites import forget_creation_site
 from virtual_gpus.placement.storages import gpu_of, has_values, place
-from virtual_gpus.threads import below, this_thread
 
 _raw_broadcast_coalesced = getattr(torch.distributed, "_broadcast_coalesced", None)  # of builds with distributed
 _raw_verify = getattr(torch.distributed, "_verify_params_across_processes", None)
-
-
-def _wait(function: Callable, self, *args, **kwargs) -> bool:
-    """Gloo makes some results in a tensor of its own and copies them at `wait`, which NCCL does not: no GPU copies."""
-    if not this_thread.inside:
-        await_work(self)
-    if self in messages and self.is_completed():
-        return True
-    with below():
-        return function(self, *args, **kwargs)
-
-
-# ---- DistributedDataParallel's buckets ------------------------------------------------------------------------------
 
 
 class _Buckets(TorchDispatchMode):
@@ -158,7 +140,5 @@ def patches():
         return []
     functions = (_broadcast_coalesced, _compute_bucket_assignment_by_size, _verify_params_across_processes)
     replaced = [(torch.distributed, function.__name__, function) for function in functions]
-    work = torch._C._distributed_c10d.Work
-    replaced.append((work, "wait", around(work.wait, _wait)))
     replaced.append((torch.distributed, "Reducer", _on_gpu(torch._C._distributed_c10d.Reducer)))
     return replaced + [(torch.distributed, "Logger", _without_times(torch._C._distributed_c10d.Logger))]
