@@ -15,7 +15,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map
 from virtual_gpus import virtual_gpus
-from virtual_gpus.features.autocast import casting
+from virtual_gpus.features import autocast
 
 BF16 = torch.bfloat16
 GPUS = {"count": 3}
@@ -34,7 +34,7 @@ def all_as_before():
     before = state()
     yield
     assert state() == before and before[0] is False
-    assert not casting._library and not casting._cast_weights
+    assert not autocast._library and not autocast._cast_weights
 
 
 def region(low=torch.bfloat16, **options):
@@ -47,9 +47,9 @@ def region(low=torch.bfloat16, **options):
 def test_every_operator_that_cuda_casts_is_in_a_list():
     names = torch._C._dispatch_get_all_op_names()
     cast = {n for n in names if torch._C._dispatch_has_kernel_for_dispatch_key(n, "AutocastCUDA")}
-    missing = {n.removeprefix("aten::") for n in cast if n.startswith("aten::")} - set(casting.names())
+    missing = {n.removeprefix("aten::") for n in cast if n.startswith("aten::")} - set(autocast.names())
     assert missing <= {"_cudnn_rnn", "norm.Scalar", "norm.ScalarOpt_dim", "norm.names_ScalarOpt_dim"}
-    both = [n for n in casting.LOWER_PRECISION if n in casting.FP32 + casting.FP32_SET_OPT_DTYPE + casting.PROMOTE]
+    both = [n for n in autocast.LOWER_PRECISION if n in autocast.FP32 + autocast.FP32_SET_OPT_DTYPE + autocast.PROMOTE]
     assert both == []
 
 

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from measuring import bytes_of, sizes_of
 from torch import nn
 from virtual_gpus import NotModelled, record_timeline, virtual_gpus
-from virtual_gpus.features.blas.products import copied_bytes
+from virtual_gpus.features.blas import copied_bytes
 from virtual_gpus.memory_model import reduction_scratch, round_size
 
 MIB = 1 << 20

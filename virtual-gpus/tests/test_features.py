@@ -57,7 +57,7 @@ def used_by(name):
     """The features that a feature imports."""
     files = [FOLDER / f"{name}.py"] if (FOLDER / f"{name}.py").exists() else (FOLDER / name).rglob("*.py")
     nodes = [node for path in files for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))]
-    modules = [node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)]
+    modules = [f"{node.module}.{node.names[0].name}" for node in nodes if isinstance(node, ast.ImportFrom)]
     return {module.split(".")[2] for module in modules if module.startswith("virtual_gpus.features.")} - {name}
 
 

@@ -19,7 +19,7 @@ from virtual_gpus.entrance import entrance
 from virtual_gpus.features.attention.choice import EFFICIENT, FLASH, HALF, MATH, AttentionCall, choose
 from virtual_gpus.features.attention.fused import KERNELS
 from virtual_gpus.features.attention.values import for_all_heads
-from virtual_gpus.features.autocast.casting import casting
+from virtual_gpus.features.autocast import casting
 from virtual_gpus.machine import active
 from virtual_gpus.placement.storages import device_of, gpu_of, is_wrapper
 from virtual_gpus.placement.wrappers import arrived, is_dtensor

@@ -19,14 +19,14 @@ from functools import lru_cache
 import torch
 
 from virtual_gpus import errors
+from virtual_gpus.clock.cost_matmul import tensor_cores
 from virtual_gpus.dispatch.op_call import OpCall
+from virtual_gpus.dispatch.timing import precision_of
 from virtual_gpus.features.contiguous import CHANNELS_LAST
 from virtual_gpus.features.conv import workspaces as workspaces
 from virtual_gpus.machine import VirtualGPU
 from virtual_gpus.memory.allocator import OutOfMemory
 from virtual_gpus.placement.storages import ScratchBlock, nbytes, scratch
-
-_FIRST_WITH_TENSOR_CORES = {torch.float16: (7, 0), torch.bfloat16: (8, 0), torch.float32: (8, 0)}
 
 
 def memory_format(tensor: torch.Tensor) -> torch.memory_format:
@@ -72,15 +72,9 @@ def _shape(call: OpCall, x: torch.Tensor, weight: torch.Tensor, y: torch.Tensor,
     large, kernel, small = (y, weight, x) if call["transposed"] else (x, weight, y)
     row = (1,) if x.dim() == 3 else ()  # 1d: images of one row
     sizes = ((*row, *tensor.shape[2:]) for tensor in (large, kernel, small))
-    last, cores = layout is not torch.contiguous_format, _tensor_cores(call.gpu, x.dtype)
+    last, cores = layout is not torch.contiguous_format, tensor_cores(call.gpu.spec, precision_of("conv", [x]))
     return workspaces.Shape(*large.shape[:2], small.shape[1], call["groups"], *sizes, max(call["stride"]) > 1,
                             x.itemsize, last, cores, call.gpu.spec.multi_processor_count)  # fmt: skip
-
-
-def _tensor_cores(gpu: VirtualGPU, dtype: torch.dtype) -> bool:
-    since = _FIRST_WITH_TENSOR_CORES.get(dtype)
-    allowed = dtype != torch.float32 or torch._C._get_fp32_precision_getter("cuda", "conv") == "tf32"
-    return since is not None and gpu.spec.capability >= since and allowed
 
 
 def _with_cudnn(gpu: VirtualGPU, step: str, shape: workspaces.Shape) -> None:

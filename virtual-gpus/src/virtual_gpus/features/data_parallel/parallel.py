@@ -15,7 +15,7 @@ import torch
 
 from virtual_gpus.clock.clock import ConcurrentThreads
 from virtual_gpus.clock.traffic import ring_seconds
-from virtual_gpus.features.blas.products import leave_handle
+from virtual_gpus.features.blas import leave_handle
 from virtual_gpus.machine import VirtualGPU, active
 from virtual_gpus.placement.storages import device_of, gpu_of, has_values, nbytes
 from virtual_gpus.threads import this_thread

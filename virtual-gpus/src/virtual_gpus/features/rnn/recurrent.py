@@ -19,8 +19,8 @@ from torch.autograd.function import once_differentiable
 from torch.overrides import handle_torch_function, has_torch_function
 
 from virtual_gpus.entrance import entrance
-from virtual_gpus.features.autocast import casting
-from virtual_gpus.features.rnn import weights as weights
+from virtual_gpus.features.autocast import cast, is_eligible
+from virtual_gpus.features.rnn import weights
 from virtual_gpus.features.rnn.recurrent_call import RecurrentCall, bind, check
 from virtual_gpus.features.rnn.recurrent_costs import charge_recurrent
 from virtual_gpus.features.rnn.sizes import (
@@ -84,8 +84,8 @@ def _on_cudnn(call: RecurrentCall):
 
 def _cast(call: RecurrentCall) -> None:
     """To float16, whatever dtype autocast was given (aten/src/ATen/cudnn/AutocastRNN.cpp), the last argument first."""
-    call.cx, call.hx, call.input = (casting.cast(part, torch.float16) for part in (call.cx, call.hx, call.input))
-    if casting.is_eligible(call.params[0]) and call.params[0].dtype != torch.float16:
+    call.cx, call.hx, call.input = (cast(part, torch.float16) for part in (call.cx, call.hx, call.input))
+    if is_eligible(call.params[0]) and call.params[0].dtype != torch.float16:
         call.params = list(weights.CastFlat.apply(call.net, call.biases, call.gpu, *call.params))
         call.flat = True
     call.measure()

@@ -1,1 +1,0 @@
-"""`torch.autocast` as CUDA casts."""

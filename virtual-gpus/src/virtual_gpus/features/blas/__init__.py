@@ -1,1 +1,0 @@
-"""Matrix products: cuBLAS, cublasLt and their workspaces."""
