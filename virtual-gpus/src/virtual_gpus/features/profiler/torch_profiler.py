@@ -11,9 +11,9 @@ from collections.abc import Callable
 import torch
 from torch.autograd import ProfilerActivity, ProfilerState, profiler, profiler_util
 
+from virtual_gpus.features.profiler.device_record import DeviceRecord
 from virtual_gpus.machine import active
 from virtual_gpus.patches.table import around
-from virtual_gpus.timeline.profile import DeviceRecord
 
 _FALLBACK = ProfilerState.KINETO_GPU_FALLBACK
 

@@ -1,0 +1,1 @@
+"""torch.profiler, with the GPUs on the modelled clock."""
