@@ -20,6 +20,7 @@ _CPU = torch.device("cpu")
 # Not `torch`'s, which are patches while GPUs are on.
 _empty, _empty_strided = torch._C._VariableFunctions.empty, torch._C._VariableFunctions.empty_strided
 RAW_DEVICE = torch._C.TensorBase.device.__get__  # as C++ sees it: cpu or meta
+CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}  # by the number of dimensions
 
 
 # ---- records --------------------------------------------------------------------------------------------------------

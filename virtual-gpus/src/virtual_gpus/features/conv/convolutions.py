@@ -22,11 +22,10 @@ from virtual_gpus import errors
 from virtual_gpus.clock.cost_matmul import tensor_cores
 from virtual_gpus.dispatch.op_call import OpCall
 from virtual_gpus.dispatch.timing import precision_of
-from virtual_gpus.features.contiguous import CHANNELS_LAST
 from virtual_gpus.features.conv import workspaces as workspaces
 from virtual_gpus.machine import VirtualGPU
 from virtual_gpus.memory.allocator import OutOfMemory
-from virtual_gpus.placement.storages import ScratchBlock, nbytes, scratch
+from virtual_gpus.placement.storages import CHANNELS_LAST, ScratchBlock, nbytes, scratch
 
 
 def memory_format(tensor: torch.Tensor) -> torch.memory_format:

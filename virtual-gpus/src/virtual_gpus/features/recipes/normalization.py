@@ -19,7 +19,7 @@ from virtual_gpus.dispatch import known
 from virtual_gpus.dispatch.op_call import OpCall
 from virtual_gpus.dispatch.timing import charge_kernel
 from virtual_gpus.entrance import entrance
-from virtual_gpus.features.contiguous import packed_copies
+from virtual_gpus.features.recipes.packed_inputs import packed_copies
 from virtual_gpus.memory_model import power_of_2
 from virtual_gpus.placement.storages import (
     StorageAllocation,

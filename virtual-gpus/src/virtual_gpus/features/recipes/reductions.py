@@ -14,7 +14,7 @@ import torch
 from virtual_gpus.clock.cost import FITTED, OperatorClass, bytes_of
 from virtual_gpus.clock.work import Cost, Work
 from virtual_gpus.dispatch.op_call import OpCall
-from virtual_gpus.features.contiguous import NO_REDUCTION
+from virtual_gpus.features.recipes.packed_inputs import NO_REDUCTION
 from virtual_gpus.memory_model import reduction_scratch
 from virtual_gpus.placement.storages import StorageAllocation, nbytes, put
 from virtual_gpus.threads import below

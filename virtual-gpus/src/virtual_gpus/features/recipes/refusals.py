@@ -13,7 +13,7 @@ import torch
 from torch._prims_common import alert_not_deterministic
 
 from virtual_gpus.dispatch.op_call import OpCall
-from virtual_gpus.features.contiguous import NO_REDUCTION
+from virtual_gpus.features.recipes.packed_inputs import NO_REDUCTION
 
 _WITH_CUDA = """avg_pool3d_backward adaptive_max_pool2d_backward fractional_max_pool2d_backward
 fractional_max_pool3d_backward grid_sampler_2d_backward grid_sampler_3d_backward max_pool3d_with_indices_backward

@@ -13,9 +13,7 @@ import torch
 from virtual_gpus.clock.cost import FITTED, OperatorClass
 from virtual_gpus.clock.work import Cost, Work
 from virtual_gpus.dispatch.op_call import OpCall
-from virtual_gpus.placement.storages import nbytes
-
-CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
+from virtual_gpus.placement.storages import CHANNELS_LAST, nbytes
 
 NO_REDUCTION = 0  # at::Reduction::None
 
