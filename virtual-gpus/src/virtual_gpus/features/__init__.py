@@ -28,8 +28,6 @@ import pkgutil
 from types import ModuleType
 from typing import Any
 
-import torch
-
 from virtual_gpus import operators
 from virtual_gpus.clock import cost
 from virtual_gpus.dispatch import routes
@@ -39,7 +37,6 @@ from virtual_gpus.patches import captured, table
 MODULES: list[ModuleType] = [
     importlib.import_module(found.name) for found in pkgutil.walk_packages(__path__, f"{__name__}.")
 ]
-_default_device: list[object] = []  # what torch.set_default_device had set before, where it had set anything
 
 
 def _offered(name: str) -> list[Any]:
@@ -83,7 +80,6 @@ def stop(machine: VirtualMachine) -> None:
 def install() -> None:
     """Put all patches in. Called when the first virtual GPUs go on."""
     captured.watch()
-    _default_device[:] = [_default_device_context()]
     try:
         for prepare in _offered("prepare"):
             prepare()
@@ -97,11 +93,4 @@ def uninstall() -> None:
     """Put everything back. Called when the last virtual GPUs go off."""
     for forget in _offered("forget"):
         forget()
-    originals = table.take_out()
-    if _default_device and _default_device_context() is not _default_device.pop():
-        torch.set_default_device(None)  # set while they were on: probably to a GPU that is no more
-    captured.give_back(originals)
-
-
-def _default_device_context() -> object:
-    return getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)
+    captured.give_back(table.take_out())

@@ -24,6 +24,7 @@ _DATA = {"tensor": "data", "as_tensor": "data", "asarray": "obj", "sparse_coo_te
 _raw_make = {name: getattr(torch, name) for name in _DATA}
 _SHARED = (torch.Tensor, torch.UntypedStorage, torch.TypedStorage)
 _raw_new = torch._C.TensorBase.new
+_default_device: list[object] = []  # what torch.set_default_device had set before the GPUs went on
 
 
 def _maker(name: str):
@@ -108,6 +109,21 @@ def _beside_input(function):
         return results
 
     return made_beside
+
+
+def prepare() -> None:
+    """See `features`."""
+    _default_device[:] = [_default_device_context()]
+
+
+def forget() -> None:
+    """A default device that was set while GPUs were on is probably one that is no more."""
+    if _default_device and _default_device_context() is not _default_device.pop():
+        torch.set_default_device(None)
+
+
+def _default_device_context() -> object:
+    return getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)
 
 
 def patches():
