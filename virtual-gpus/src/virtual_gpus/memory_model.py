@@ -22,13 +22,7 @@ from virtual_gpus.gpus import GPUSpec, spec
 from virtual_gpus.memory.options import Options
 from virtual_gpus.versions import FREED_WORKSPACES, UNIFIED_WORKSPACES
 
-__all__ = [
-    "BlasWorkspaces",
-    "blas_workspaces",
-    "reduction_scratch",
-    "round_size",
-    "segment_size",
-]
+__all__ = ["BlasWorkspaces", "blas_workspaces", "reduction_scratch", "round_size", "segment_size"]
 
 _DEFAULTS = Options()
 _KIB = 1 << 10

@@ -117,11 +117,7 @@ def mask_elsewhere(call: OpCall, name: str, common: torch.device, device: torch.
     )
 
 
-RECIPES = {
-    "embedding_dense_backward": embedding_backward,
-    "index_put": index_put,
-    "_index_put_impl_": index_put,
-}
+RECIPES = {"embedding_dense_backward": embedding_backward, "index_put": index_put, "_index_put_impl_": index_put}
 CHECKS = dict.fromkeys(("index", "_unsafe_index"), send_indices)
 CHECKS |= dict.fromkeys(("index_put", "index_put_", "_index_put_impl_", "_unsafe_index_put"), send_and_count)
 _BY_TENSORS = ("index", "_unsafe_index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index_put")

@@ -23,13 +23,7 @@ from virtual_gpus.features.autocast import cast, is_eligible
 from virtual_gpus.features.rnn import weights
 from virtual_gpus.features.rnn.recurrent_call import RecurrentCall, bind, check
 from virtual_gpus.features.rnn.recurrent_costs import charge_recurrent
-from virtual_gpus.features.rnn.sizes import (
-    DROPOUT_STATE,
-    is_small,
-    reserve_bytes,
-    weight_offsets,
-    workspace_bytes,
-)
+from virtual_gpus.features.rnn.sizes import DROPOUT_STATE, is_small, reserve_bytes, weight_offsets, workspace_bytes
 from virtual_gpus.machine import active
 from virtual_gpus.placement.random_numbers import default_generator
 from virtual_gpus.placement.storages import ScratchBlock, StorageAllocation, gpu_of, nbytes, put, scratch
