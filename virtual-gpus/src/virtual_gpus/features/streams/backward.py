@@ -36,9 +36,6 @@ def on_the_streams_of_forward(outputs) -> Iterator[None]:
             handle.remove()
 
 
-autograd.around_pass = on_the_streams_of_forward
-
-
 def _nodes(outputs) -> Iterator[torch.autograd.graph.Node]:
     waiting = [getattr(output, "grad_fn", None) or getattr(output, "node", None) for output in outputs]
     seen = set()
@@ -103,3 +100,8 @@ class _Pass:
 def _gpus(gradients) -> set[VirtualGPU]:
     found = {gpu_of(gradient) for gradient in gradients if isinstance(gradient, torch.Tensor)}
     return found - {None}
+
+
+def prepare() -> None:
+    """See `features`. `tensors.autograd` runs its passes so while GPUs are on, and only then."""
+    autograd.around_pass = on_the_streams_of_forward

@@ -17,9 +17,12 @@ from virtual_gpus import errors
 from virtual_gpus.features.cuda.devices import gpu_at
 from virtual_gpus.machine import VirtualGPU, active
 from virtual_gpus.patches.table import in_package
+from virtual_gpus.placement.storages import gpu_of, storages
+from virtual_gpus.threads import this_thread
 
 _ids = itertools.count(1)
 _CUDA = 1  # c10::DeviceType::CUDA
+_raw_record_stream = torch._C.TensorBase.record_stream
 
 
 class Stream:
@@ -233,6 +236,17 @@ def is_current_stream_capturing() -> bool:
     return False
 
 
+def record_stream(self, stream: Stream) -> None:
+    """Tell the allocator of a second stream: once freed, the block waits until that stream has come so far."""
+    if this_thread.inside or active() is None or gpu_of(self) is None:
+        _raw_record_stream(self, stream)
+        return
+    other = active().gpus[stream.device_index].slot, stream.stream_id
+    for storage in storages(self):
+        storage._record.gpu.allocator.record_stream(storage._record.block, other)
+        active().follower.used_by(storage._record, *other)
+
+
 # ---- which stream a node of autograd belongs to ---------------------------------------------------------------------
 
 # C++ numbers the nodes of a thread in the order in which they are made. So each change of the current stream is noted
@@ -273,6 +287,7 @@ def patches():
                       _cuda_isCurrentStreamCapturing=is_current_stream_capturing) + [
         (torch, "Stream", Stream),
         (torch, "Event", Event),
+        (torch.Tensor, "record_stream", record_stream),
         (torch._C, "_cuda_setStream", _cuda_setStream),
         (torch._C, "_cuda_isCurrentStreamCapturing", is_current_stream_capturing),
     ]  # fmt: skip

@@ -9,7 +9,7 @@ from virtual_gpus import errors
 from virtual_gpus.dispatch.valueless import NotKept
 from virtual_gpus.features.tensors.legacy import is_cuda_type, parse_type
 from virtual_gpus.machine import active
-from virtual_gpus.placement.storages import device_of, gpu_of, storages
+from virtual_gpus.placement.storages import device_of, gpu_of
 from virtual_gpus.threads import below, this_thread
 
 _raw = torch._C.TensorBase
@@ -96,17 +96,6 @@ def type_(self, dtype=None, non_blocking: bool = False, **kwargs):
 type_.__name__ = "type"  # as a name of this module it would hide Python's
 
 
-def record_stream(self, stream) -> None:
-    """Tell the allocator of a second stream: once freed, the block waits until that stream has come so far."""
-    if _gpu(self) is None:
-        _raw.record_stream(self, stream)
-        return
-    other = active().gpus[stream.device_index].slot, stream.stream_id
-    for storage in storages(self):
-        storage._record.gpu.allocator.record_stream(storage._record.block, other)
-        active().follower.used_by(storage._record, *other)
-
-
 def set_(self, source=None, *args, **kwargs):
     """Take over the storage of `source`, a tensor or a storage. As PyTorch: only one on the tensor's own device."""
     if source is None:
@@ -181,7 +170,7 @@ def _refuse_older_graph(gradients) -> None:
 def patches():
     """See `features`."""
     tensor = torch.Tensor
-    rows = [(tensor, f.__name__, f) for f in (get_device, numpy, tolist, record_stream, set_, item)]
+    rows = [(tensor, f.__name__, f) for f in (get_device, numpy, tolist, set_, item)]
     rows += [(torch._tensor_str, "_str", _str)]
     rows += [(tensor, name, _flag(name)) for name in ("is_cuda", "is_cpu", "is_meta")]
     rows += [(tensor, "device", property(device_of)), (tensor, "type", type_)]
