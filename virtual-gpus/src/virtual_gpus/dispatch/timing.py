@@ -48,8 +48,8 @@ def charge_op(call: OpCall, result: Any) -> None:
         return  # neither a nested tensor has a shape nor a parameter of a lazy module: they take no modelled time
     name = op.base
     if op.depends_on_strides:
-        if name == "native_batch_norm" and not call["training"]:
-            name = "batch_norm_elemt"  # it reads and writes once
+        if op.unless is not None and not call[op.unless[0]]:
+            name = op.unless[1]
         key += (name, op.tf32_setting and _allows_tf32("cuda", op.tf32_setting), *map(_strides, tensors))
     kept = _kept.get(key)
     if kept is None:

@@ -280,8 +280,10 @@ def _group_norm_cost(work: Work) -> Cost:
 
 
 COSTS = {
-    **dict.fromkeys(("native_batch_norm", "native_batch_norm_backward"),
-                    OperatorClass(_batch_norm_cost, depends_on_strides=True)),
+    # Without training, it reads and writes once.
+    "native_batch_norm": OperatorClass(
+        _batch_norm_cost, depends_on_strides=True, unless=("training", "batch_norm_elemt")),
+    "native_batch_norm_backward": OperatorClass(_batch_norm_cost, depends_on_strides=True),
     "batch_norm_elemt": moves("copied_in", lambda work: 2 * work.outputs[0].nbytes, is_fusible=False),
     "native_group_norm": OperatorClass(_group_norm_cost),
 }  # fmt: skip
