@@ -1,4 +1,4 @@
-"""What nn.DataParallel stands on, beside `comm`: NCCL, threads for the replicas, and grouping by GPU.
+"""What nn.DataParallel stands on, beside `comm`: NCCL, and threads for the replicas.
 
 nn.DataParallel, replicate, scatter, parallel_apply and gather themselves are PyTorch's own, unmodified.
 """
@@ -17,7 +17,7 @@ from virtual_gpus.clock.clock import ConcurrentThreads
 from virtual_gpus.clock.traffic import ring_seconds
 from virtual_gpus.features.blas import leave_handle
 from virtual_gpus.machine import VirtualGPU, active
-from virtual_gpus.placement.storages import device_of, gpu_of, has_values, nbytes
+from virtual_gpus.placement.storages import gpu_of, has_values, nbytes
 from virtual_gpus.threads import this_thread
 
 # ---- NCCL inside one process: only what reduce_add asks of it -----------------------------------------------------
@@ -116,25 +116,6 @@ def _end(worker: object, outer: tuple[object | None, bool]) -> None:
         leave_handle(gpu, worker)
 
 
-# ---- foreach and fused optimizers ---------------------------------------------------------------------------------
-
-_raw_group = torch.utils._foreach_utils._group_tensors_by_device_and_dtype
-
-
-def _group_tensors_by_device_and_dtype(tensorlistlist, with_indices: bool = False):
-    """PyTorch's grouping, split by virtual GPU: for C++, all tensors are on one CPU."""
-    groups = {}
-    for (_, dtype), (lists, indices) in _raw_group(tensorlistlist, True).items():
-        for row, leader in enumerate(lists[0]):
-            key = (device_of(leader), dtype)
-            columns, numbers = groups.setdefault(key, ([[] for _ in lists], []))
-            for column, whole in zip(columns, lists, strict=False):
-                if whole:
-                    column.append(whole[row])
-            numbers.append(indices[row])
-    return {key: (lists, indices if with_indices else []) for key, (lists, indices) in groups.items()}
-
-
 def forget() -> None:
     """Scatter keeps its streams for good."""
     sys.modules["torch.nn.parallel._functions"]._streams = None
@@ -144,9 +125,4 @@ def patches():
     """See `features`. The modules are taken from sys.modules: functions of the same names hide them."""
     rows = [(torch.cuda.nccl, "is_available", is_available), (torch.cuda.nccl, "reduce", reduce)]
     shim = SimpleNamespace(Thread=SequentialThread, Lock=threading.Lock)
-    rows.append((sys.modules["torch.nn.parallel.parallel_apply"], "threading", shim))
-    group = _group_tensors_by_device_and_dtype
-    users = ("torch.utils._foreach_utils", "torch.optim.optimizer", "torch.nn.utils.clip_grad", "torch.optim.swa_utils")
-    return rows + [
-        (sys.modules[m], group.__name__, group) for m in users if hasattr(sys.modules.get(m), group.__name__)
-    ]
+    return [*rows, (sys.modules["torch.nn.parallel.parallel_apply"], "threading", shim)]

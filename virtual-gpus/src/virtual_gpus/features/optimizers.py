@@ -1,0 +1,32 @@
+"""Optimizers on several GPUs: foreach and fused ones, clipping and averages take the tensors of a GPU together."""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+
+from virtual_gpus.placement.storages import device_of
+
+_raw_group = torch.utils._foreach_utils._group_tensors_by_device_and_dtype
+
+
+def _group_tensors_by_device_and_dtype(tensorlistlist, with_indices: bool = False):
+    """PyTorch's grouping, split by virtual GPU: for C++, all tensors are on one CPU."""
+    groups = {}
+    for (_, dtype), (lists, indices) in _raw_group(tensorlistlist, True).items():
+        for row, leader in enumerate(lists[0]):
+            key = (device_of(leader), dtype)
+            columns, numbers = groups.setdefault(key, ([[] for _ in lists], []))
+            for column, whole in zip(columns, lists, strict=False):
+                if whole:
+                    column.append(whole[row])
+            numbers.append(indices[row])
+    return {key: (lists, indices if with_indices else []) for key, (lists, indices) in groups.items()}
+
+
+def patches():
+    """See `features`. Some of these modules are imported only where a program asks for them."""
+    group = _group_tensors_by_device_and_dtype
+    users = ("torch.utils._foreach_utils", "torch.optim.optimizer", "torch.nn.utils.clip_grad", "torch.optim.swa_utils")
+    return [(sys.modules[m], group.__name__, group) for m in users if hasattr(sys.modules.get(m), group.__name__)]
