@@ -11,11 +11,8 @@ from virtual_gpus.machine import VirtualGPU, active
 
 
 def _view(gpu: VirtualGPU) -> GPUView:
-    device = gpu.allocator.device
-    processes = device.others()
-    if device.used_bytes:
-        processes = sorted([*processes, (os.getpid(), device.used_bytes)])
-    return GPUView(gpu.slot, gpu.spec.name, gpu.uuid, gpu.memory, gpu.spec.capability, processes, gpu.machine.load(gpu))
+    processes, load = gpu.allocator.device.processes(), gpu.machine.load(gpu)
+    return GPUView(gpu.slot, gpu.spec.name, gpu.uuid, gpu.memory, gpu.spec.capability, processes, load)
 
 
 class _NvidiaSmi:

@@ -5,6 +5,7 @@ Sizes are bytes. No torch is imported.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 
 from virtual_gpus.memory.blocks import Block, BlockPool, Segment
@@ -72,6 +73,11 @@ class DeviceMemory:
     def others(self) -> list[tuple[int, int]]:
         """(process id, bytes) of each other process on the GPU."""
         return sorted(self.exchange(self.used_bytes)[1].items())
+
+    def processes(self) -> list[tuple[int, int]]:
+        """(process id, bytes) of each process on the GPU, this one among them if it uses any."""
+        own = [(os.getpid(), self.used_bytes)] if self.used_bytes else []
+        return sorted(own + self.others())
 
     # ---- taking and giving back
 

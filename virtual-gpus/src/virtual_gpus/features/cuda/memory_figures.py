@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
 from virtual_gpus.features.cuda.devices import gpu_at
 from virtual_gpus.machine import active
 from virtual_gpus.patches.table import in_package
@@ -56,9 +54,8 @@ def mem_get_info(device=None) -> tuple[int, int]:
 def list_gpu_processes(device=None) -> str:
     """The processes on a GPU, as far as they share these virtual ones."""
     gpu = gpu_at(device)
-    found = [(os.getpid(), gpu.allocator.device.used_bytes)] if gpu.allocator.device.used_bytes else []
-    found += gpu.allocator.device.others()
-    lines = [f"process {pid:>10d} uses {used / (1 << 20):>12.3f} MB GPU memory" for pid, used in sorted(found)]
+    found = gpu.allocator.device.processes()
+    lines = [f"process {pid:>10d} uses {used / (1 << 20):>12.3f} MB GPU memory" for pid, used in found]
     return "\n".join([f"GPU:{gpu.index}", *(lines or ["no processes are running"])])
 
 
