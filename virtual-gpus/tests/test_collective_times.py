@@ -36,7 +36,7 @@ def collectives(function) -> list:
 def on_host(count: int, adapters: int = 1, here: int = GPUS, kind: str = "H100", network: str = "InfiniBand NDR"):
     """The links of a group of `count` ranks, of which every host has `here`."""
     topology = arrange(spec(kind), GPUS, network=network, adapters=adapters)
-    return topology.route([divmod(rank, here) for rank in range(count)], per_host=GPUS)
+    return topology.links_of_group([divmod(rank, here) for rank in range(count)], per_host=GPUS)
 
 
 # What each GPU sends, as a part of the bytes (nccl-tests, doc/PERFORMANCE.md), and the hops one after the other.

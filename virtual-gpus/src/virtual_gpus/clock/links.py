@@ -51,7 +51,7 @@ class Topology:
             return self.network
         return link_of(self.labels[first][second], self.pcie)
 
-    def route(self, places: Sequence[tuple[int, int]], per_host: int) -> Route:
+    def links_of_group(self, places: Sequence[tuple[int, int]], per_host: int) -> GroupLinks:
         """How the members of a process group reach each other.
 
         places: (host, slot) of each member in the order of ranks. Every host has the slots of this topology.
@@ -72,10 +72,10 @@ class Topology:
         members = Counter(host for host, _ in places)
         here = min(members.values())
         if len(members) == 1:
-            return Route(len(places), here, tuple(inside), None)
+            return GroupLinks(len(places), here, tuple(inside), None)
         share = self.adapters * min(1.0, here / per_host)
         across = replace(self.network, bandwidth=self.network.bandwidth * share)
-        return Route(len(places), here, tuple(inside), across)
+        return GroupLinks(len(places), here, tuple(inside), across)
 
     def drawn(self) -> str:
         """The output of `nvidia-smi topo -m` on the first machine, without the columns about the CPU."""
@@ -84,7 +84,7 @@ class Topology:
 
 
 @dataclass(frozen=True)
-class Route:
+class GroupLinks:
     """The links of a process group, which do not grow with the number of its members.
 
     count: members of the group. here: the members on one host, or the fewest if hosts differ.

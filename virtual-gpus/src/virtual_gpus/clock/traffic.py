@@ -17,7 +17,7 @@ from dataclasses import replace
 from math import ceil, log2
 
 from virtual_gpus import figures
-from virtual_gpus.clock.links import REACHED_BY_COLLECTIVES, Route, Topology
+from virtual_gpus.clock.links import REACHED_BY_COLLECTIVES, GroupLinks, Topology
 from virtual_gpus.gpus import LinkSpec
 
 _FIGURES = figures.read("links.toml")["collectives"]
@@ -47,7 +47,7 @@ def ring_seconds(links: Sequence[LinkSpec], count: int, kind: str, nbytes: int) 
     return _FIGURES["start"] + part(count) * nbytes / slowest + hops(count) * latency / 2
 
 
-def collective_seconds(route: Route, kind: str, nbytes: int) -> float:
+def collective_seconds(group: GroupLinks, kind: str, nbytes: int) -> float:
     """Seconds of a collective of a process group. The cost of this function does not grow with the group.
 
     kind: a key of `_RING`. nbytes: what each GPU has in the end, or begins with if that is more.
@@ -55,29 +55,29 @@ def collective_seconds(route: Route, kind: str, nbytes: int) -> float:
     In an all-to-all, (count - here) / count of each GPU's bytes go to other hosts, and the members on a host send
     theirs through its adapters at the same time. The bytes for the same host travel meanwhile.
     """
-    links = route.links
-    if kind in ("all_gather", "reduce_scatter") and route.across is not None and route.count > 4 * route.here:
-        kept = max(_FIGURES["ring_least"], 1 - _FIGURES["ring_loss"] * log2(route.count / route.here / 4))
-        links = (*route.inside, replace(route.across, bandwidth=route.across.bandwidth * kept))
-    ring = ring_seconds(links, route.count, kind, nbytes)
-    if route.across is None or kind not in ("all_reduce", "all_to_all"):
+    links = group.links
+    if kind in ("all_gather", "reduce_scatter") and group.across is not None and group.count > 4 * group.here:
+        kept = max(_FIGURES["ring_least"], 1 - _FIGURES["ring_loss"] * log2(group.count / group.here / 4))
+        links = (*group.inside, replace(group.across, bandwidth=group.across.bandwidth * kept))
+    ring = ring_seconds(links, group.count, kind, nbytes)
+    if group.across is None or kind not in ("all_reduce", "all_to_all"):
         return ring
     if kind == "all_reduce":
-        return min(ring, _tree_seconds(route, nbytes))
-    leaving, staying = (nbytes * part / route.count for part in (route.count - route.here, route.here - 1))
-    inside = min((link.bandwidth for link in route.inside), default=route.across.bandwidth)
-    wire = max(leaving * route.here / route.across.bandwidth, staying / inside) / REACHED_BY_COLLECTIVES
-    return ring_seconds(route.links, route.count, kind, 0) + wire
+        return min(ring, _tree_seconds(group, nbytes))
+    leaving, staying = (nbytes * part / group.count for part in (group.count - group.here, group.here - 1))
+    inside = min((link.bandwidth for link in group.inside), default=group.across.bandwidth)
+    wire = max(leaving * group.here / group.across.bandwidth, staying / inside) / REACHED_BY_COLLECTIVES
+    return ring_seconds(group.links, group.count, kind, 0) + wire
 
 
-def _tree_seconds(route: Route, nbytes: int) -> float:
+def _tree_seconds(group: GroupLinks, nbytes: int) -> float:
     """Seconds of an all-reduce up and down a tree of hosts, with a chain through the members of each.
 
     Its bandwidth and hops are those of NCCL's own model (src/graph/tuning.cc).
     """
-    slowest = min(link.bandwidth for link in route.links) * REACHED_BY_COLLECTIVES * _FIGURES["tree"]
-    hops = 2 * (route.here - 1 + ceil(log2(route.count / route.here)))
-    return _FIGURES["start"] + 2 * nbytes / slowest + hops * max(link.latency for link in route.links) / 2
+    slowest = min(link.bandwidth for link in group.links) * REACHED_BY_COLLECTIVES * _FIGURES["tree"]
+    hops = 2 * (group.here - 1 + ceil(log2(group.count / group.here)))
+    return _FIGURES["start"] + 2 * nbytes / slowest + hops * max(link.latency for link in group.links) / 2
 
 
 def message_seconds(
@@ -85,8 +85,8 @@ def message_seconds(
 ) -> float:
     """Seconds of a message between the GPUs at two places, (host, slot) each.
 
-    Between hosts it goes through one network adapter. share: `Route.across` of a group whose ranks all send at the same
-    time, if that is less. None: no others send.
+    Between hosts it goes through one network adapter. share: `GroupLinks.across` of a group whose ranks all send at the
+    same time, if that is less. None: no others send.
     """
     if here[0] == there[0]:
         links = [] if here == there else [topology.between(here[1], there[1])]

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from virtual_gpus.clock.links import Route
+from virtual_gpus.clock.links import GroupLinks
 from virtual_gpus.clock.traffic import collective_seconds, sent_bytes
 from virtual_gpus.dispatch import foreach_ops
 from virtual_gpus.dispatch.op_call import OpCall
@@ -45,10 +45,10 @@ from virtual_gpus.features.distributed.groups import (
     is_boxed,
     is_nccl,
     kind_of,
+    links_between,
+    links_when_alone,
     place_of,
     require_backend,
-    route,
-    route_of,
 )
 from virtual_gpus.features.distributed.messages import RECEIVES, SENDS, on_their_way, send_or_receive
 from virtual_gpus.features.distributed.whereabouts import connect, tell_who_is_missing, wait_for_all
@@ -66,7 +66,7 @@ class Meeting(NamedTuple):
     lane: Lane
     began: float
     start: float
-    links: Route
+    links: GroupLinks
     nbytes: int
 
 
@@ -143,7 +143,7 @@ def _meet(
     lane = lane_of(group, kind)
     began = begins(gpu, lane, tensors)
     if is_alone(group):
-        return Meeting(gpu, lane, began, began, route_of(gpu, group), nbytes)
+        return Meeting(gpu, lane, began, began, links_when_alone(gpu, group), nbytes)
     count(group)
     connect(group)
     try:
@@ -160,7 +160,7 @@ def _meet(
     if is_nccl(group):
         _refuse_shared_gpus(places)
     start = max(start for start, *_ in others)
-    return Meeting(gpu, lane, began, start, route(gpu, group, places), nbytes)
+    return Meeting(gpu, lane, began, start, links_between(gpu, group, places), nbytes)
 
 
 def _carry(meeting: Meeting, made: int = 0) -> float:

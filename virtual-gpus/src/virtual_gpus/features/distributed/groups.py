@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from virtual_gpus.clock.links import Route
+from virtual_gpus.clock.links import GroupLinks
 from virtual_gpus.machine import VirtualGPU
 
 _KINDS = ("all_reduce", "all_gather", "all_to_all", "reduce_scatter", "broadcast", "gather", "scatter", "reduce")
@@ -20,7 +20,7 @@ backends_of: weakref.WeakKeyDictionary[object, dict[str, str]] = weakref.WeakKey
 first_gpu_of: weakref.WeakKeyDictionary[object, VirtualGPU] = weakref.WeakKeyDictionary()
 # The group of gloo's that carries the GPU tensors of a group whose CPU tensors gloo carries too.
 carriers: weakref.WeakKeyDictionary[object, torch.distributed.ProcessGroup] = weakref.WeakKeyDictionary()
-_routes: weakref.WeakKeyDictionary[object, tuple[VirtualGPU, Route]] = weakref.WeakKeyDictionary()
+_links: weakref.WeakKeyDictionary[object, tuple[VirtualGPU, GroupLinks]] = weakref.WeakKeyDictionary()
 
 
 @functools.cache
@@ -65,20 +65,20 @@ def is_alone(group) -> bool:
     return any(isinstance(group._get_backend(device), fake) for device in group._device_types[:1])
 
 
-def route_of(gpu: VirtualGPU, group) -> Route:
+def links_when_alone(gpu: VirtualGPU, group) -> GroupLinks:
     """The links of a group in which this process is alone. Its members are counted once, not at every collective."""
-    known = _routes.get(group)
+    known = _links.get(group)
     if known is None or known[0].machine is not gpu.machine:
         ranks = torch.distributed.get_process_group_ranks(group)
-        known = _routes[group] = gpu, route(gpu, group, [gpu.machine.settings.place_of(rank) for rank in ranks])
+        known = _links[group] = gpu, links_between(gpu, group, [gpu.machine.settings.place_of(rank) for rank in ranks])
     return known[1]
 
 
-def route(gpu: VirtualGPU, group, places: Sequence[tuple[int, int]]) -> Route:
+def links_between(gpu: VirtualGPU, group, places: Sequence[tuple[int, int]]) -> GroupLinks:
     """The links of a group whose members are at `places`: (host, slot) of each, in the order of ranks."""
     settings = gpu.machine.settings
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", _world_size(group)))  # those that torchrun started
-    return gpu.machine.topology.route(places, per_host=max(1, min(settings.count, ranks) // settings.hosts))
+    return gpu.machine.topology.links_of_group(places, per_host=max(1, min(settings.count, ranks) // settings.hosts))
 
 
 def _world_size(group) -> int:

@@ -17,7 +17,7 @@ import torch
 
 from virtual_gpus.clock.traffic import message_seconds
 from virtual_gpus.features.distributed.arrivals import Arrival, Lane, begins, lane_of, note, occupy, tensor_bytes
-from virtual_gpus.features.distributed.groups import carrier, first_gpu_of, is_alone, place_of, route_of
+from virtual_gpus.features.distributed.groups import carrier, first_gpu_of, is_alone, links_when_alone, place_of
 from virtual_gpus.machine import VirtualGPU
 from virtual_gpus.threads import below
 
@@ -47,7 +47,7 @@ def send_or_receive(name: str, gpu: VirtualGPU, group, tensors: list[torch.Tenso
         ranks = torch.distributed.get_process_group_ranks(group)
         other = ranks[(group.rank() + 1) % group.size() if peer is None else peer]  # any: the next is as good as others
         here, there = (gpu.machine.settings.place_of(rank) for rank in (ranks[group.rank()], other))
-        end = began + message_seconds(gpu.machine.topology, here, there, nbytes, route_of(gpu, group).across)
+        end = began + message_seconds(gpu.machine.topology, here, there, nbytes, links_when_alone(gpu, group).across)
     else:
         end = _tell_or_ask(sends, gpu, group, lane, began, nbytes, peer, tag)
     if not callable(end):
