@@ -38,9 +38,9 @@ def test_streams_of_one_gpu_share_its_multiprocessors_fill_gaps_and_have_priorit
 
 def test_threads_of_one_interpreter_slow_each_other_down_and_autograds_do_not():
     clock = Clock(2)
-    crew = ConcurrentThreads(clock, 2)
+    threads = ConcurrentThreads(clock, 2)
     for gpu in (0, 1):
-        with crew:
+        with threads:
             for _ in range(10):
                 clock.launch(gpu, 0, 1.0, 1.0, "kernel")
     assert clock.now == 20.0 and clock.share == 1

@@ -40,4 +40,4 @@ class Follower:
         """A storage gave its block back. key: the id of its allocation."""
 
 
-NOBODY = Follower()
+NO_FOLLOWER = Follower()

@@ -18,7 +18,7 @@ import torch
 
 from virtual_gpus import errors
 from virtual_gpus.clock.clock import Clock
-from virtual_gpus.follower import NOBODY, Follower
+from virtual_gpus.follower import NO_FOLLOWER, Follower
 from virtual_gpus.memory.allocator import FIRST_ADDRESS, Block, CachingAllocator, OutOfMemory
 from virtual_gpus.memory.device import alone
 from virtual_gpus.memory.options import Options
@@ -99,7 +99,7 @@ class VirtualMachine:
         self.measured = settings.table
         self.clock = Clock(settings.count)
         self.fusion: Any = None  # with compile="modelled", once compiled code runs (`features.compile.fusion.Fusion`)
-        self.follower: Follower = NOBODY  # a feature's that follows all work
+        self.follower: Follower = NO_FOLLOWER  # a feature's that follows all work
         self._last_seen = -1, 0.0  # operators issued when the load was last asked for, and when that was new
         self.said_that_it_is_off = False  # see `errors.warn_of_gpu_that_is_off`
         self.on = False  # tensors of a machine that went off are ordinary CPU tensors

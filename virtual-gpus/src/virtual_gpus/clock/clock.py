@@ -321,7 +321,7 @@ class ConcurrentThreads:
     """Threads of one Python process that run side by side: they share the interpreter, so each is slowed by the others.
 
     Here they run one after the other. Each begins at the time when the first one began and pays each cost as many times
-    over as there are threads; the caller goes on when the last one is through. DataParallel's replicas are such a crew.
+    over as there are threads; the caller goes on when the last one is through. So run DataParallel's replicas.
     """
 
     def __init__(self, clock: Clock, members: int):

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mod
 from virtual_gpus import errors
 from virtual_gpus.dispatch.op_call import OpCall
 from virtual_gpus.entrance import entrance_of_dispatch, seen_from_outside
-from virtual_gpus.follower import NOBODY
+from virtual_gpus.follower import NO_FOLLOWER
 from virtual_gpus.machine import active
 from virtual_gpus.placement.storages import is_fake, is_wrapper
 from virtual_gpus.threads import this_thread
@@ -44,7 +44,7 @@ class VirtualGPUMode(TorchDispatchMode):
             if _active_mode(_FAKE) is not None or (types and any(map(is_fake, types))):
                 return _run_fake(func, args, kwargs or {})
             call = OpCall(func, args, kwargs or {})
-            return call.op.route(call) if machine.follower is NOBODY else machine.follower.follow(call)
+            return call.op.route(call) if machine.follower is NO_FOLLOWER else machine.follower.follow(call)
         except BaseException as error:
             args = kwargs = None
             text = seen_from_outside(error)

@@ -67,21 +67,21 @@ class SequentialThread:
     The order is then always the same, which stored notebook outputs need, and two cores are no slower.
     """
 
-    _waiting: ClassVar = threading.local()  # those made and not started yet: the crew that will run side by side
+    _waiting: ClassVar = threading.local()  # `together`: those made and not started yet, which will run side by side
 
     def __init__(self, target, args=(), kwargs=None):
         self._call = (target, args, kwargs or {})
-        issued = active().clock.issued  # nothing is issued while the threads of a crew are made
-        self._mates = getattr(self._waiting, "mates", None)
-        if self._mates is None or self._mates.issued != issued or self._mates.crew is not None:
-            self._mates = self._waiting.mates = SimpleNamespace(count=0, issued=issued, crew=None)
-        self._mates.count += 1
+        issued = active().clock.issued  # nothing is issued while threads are made that run together
+        self._together = getattr(self._waiting, "together", None)
+        if self._together is None or self._together.issued != issued or self._together.on_clock is not None:
+            self._together = self._waiting.together = SimpleNamespace(count=0, issued=issued, on_clock=None)
+        self._together.count += 1
 
     def _beside_the_others(self) -> ConcurrentThreads:
         """On the clock the threads run side by side, as many as were made before the first one started."""
-        if self._mates.crew is None:
-            self._mates.crew = ConcurrentThreads(active().clock, self._mates.count)
-        return self._mates.crew
+        if self._together.on_clock is None:
+            self._together.on_clock = ConcurrentThreads(active().clock, self._together.count)
+        return self._together.on_clock
 
     def start(self) -> None:
         """Run now, and leave the thread's settings as they were."""

@@ -72,7 +72,7 @@ def begun() -> dict[str, int]:
     return {group.group_name: number for group, number in _counts.items() if group in there}
 
 
-def place(words: str, group: Any) -> str:
+def location(words: str, group: Any) -> str:
     """Where this process is: in which collective of a group, and in which line of the program."""
     return f"{words}, number {_counts[group]} of {_name(group)}, at {_line()}"
 

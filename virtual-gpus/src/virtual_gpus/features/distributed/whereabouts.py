@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from virtual_gpus.features.distributed.agreement import CollectiveMismatch, begun, place
+from virtual_gpus.features.distributed.agreement import CollectiveMismatch, begun, location
 from virtual_gpus.threads import OWN_THREAD
 
 _ADVICE = (
@@ -38,10 +38,10 @@ _connections: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary() 
 class Wait(NamedTuple):
     """A rank that waits for the others of a group, in that group's collective `number`.
 
-    place: the same in words. group: its name. ranks: those of the group. begun: see `agreement.begun`.
+    location: the same in words. group: its name. ranks: those of the group. begun: see `agreement.begun`.
     """
 
-    place: str
+    location: str
     group: str
     number: int
     ranks: list[int]
@@ -86,7 +86,7 @@ def wait_for_all(work: Any, group: Any, words: str) -> None:
         work.wait()
         return
     ranks = torch.distributed.get_process_group_ranks(group)
-    mine = Wait(place(words, group), group.group_name, begun()[group.group_name], ranks, begun())
+    mine = Wait(location(words, group), group.group_name, begun()[group.group_name], ranks, begun())
     _say(_WAITS, json.dumps(mine))
     pause = _SAYS_SO_AFTER_S / 4
     try:
@@ -134,12 +134,12 @@ def _never(mine: Wait) -> str:
     here = torch.distributed.get_rank()
     with contextlib.suppress(RuntimeError):
         told = _heard(_NEVER, here)
-        if mine.place in told:  # another rank saw it first
+        if mine.location in told:  # another rank saw it first
             return told
         heard = {rank: _heard(_WAITS, rank) for rank in range(torch.distributed.get_world_size())}
         circle = stuck({rank: Wait(*json.loads(text)) for rank, text in heard.items() if text} | {here: mine})
         if here in circle:
-            lines = [f"  rank {rank} waits for {_ranks(wait.lacks(circle))} in {wait.place}"
+            lines = [f"  rank {rank} waits for {_ranks(wait.lacks(circle))} in {wait.location}"
                      for rank, wait in circle.items()]  # fmt: skip
             told = "\n".join(["Ranks wait for each other in several process groups:", *lines, _ADVICE])
             for rank in circle:
@@ -154,7 +154,7 @@ def tell_who_is_missing(error: BaseException, group: Any, words: str) -> None:
     A rank that waits in vain leaves word in the store, and so does one that leaves.
     """
     here, ranks = torch.distributed.get_rank(), torch.distributed.get_process_group_ranks(group)
-    mine = f"waited in {place(words, group)}"
+    mine = f"waited in {location(words, group)}"
     said, ends = {}, time.monotonic() + _OTHERS_ANSWER_IN_S
     with contextlib.suppress(RuntimeError):
         leave_word(mine)

@@ -20,7 +20,7 @@ from virtual_gpus.threads import below
 _raw_share_memory = torch.UntypedStorage.share_memory_
 
 
-class _Numbers:
+class _SharedStorage:
     """The storage itself on its way. It travels as that of a CPU tensor does, in shared memory."""
 
     def __init__(self, storage: torch.UntypedStorage):
@@ -33,12 +33,12 @@ class _Numbers:
             return _arrived, reduce_storage(self.storage)
 
 
-def _arrived(rebuild: Callable[..., torch.UntypedStorage], arguments: tuple) -> _Numbers:
-    return _Numbers(rebuild(*arguments))
+def _arrived(rebuild: Callable[..., torch.UntypedStorage], arguments: tuple) -> _SharedStorage:
+    return _SharedStorage(rebuild(*arguments))
 
 
-def _without_values(nbytes: int) -> _Numbers:
-    return _Numbers(torch.UntypedStorage(nbytes, device="meta"))
+def _without_values(nbytes: int) -> _SharedStorage:
+    return _SharedStorage(torch.UntypedStorage(nbytes, device="meta"))
 
 
 def _share_cuda_(self) -> tuple:
@@ -51,13 +51,13 @@ def _share_cuda_(self) -> tuple:
         raise RuntimeError("_share_cuda_: only available on CUDA")
     if not hasattr(self, "_handle"):
         self._handle = os.urandom(16)
-    return gpu.index, self._handle, self.nbytes(), 0, b"", 0, _Numbers(self), False
+    return gpu.index, self._handle, self.nbytes(), 0, b"", 0, _SharedStorage(self), False
 
 
 @staticmethod
-def _new_shared_cuda(device: int, handle: bytes, nbytes: int, offset: int, counter, place, numbers: _Numbers, _):
+def _new_shared_cuda(device: int, handle: bytes, nbytes: int, offset: int, counter, place, shared: _SharedStorage, _):
     """The storage behind a handle. Its memory is another process's; in the process that made it, it is that storage."""
-    storage = numbers.storage
+    storage = shared.storage
     if record_of(storage).gpu is None:
         storage._record = made = StorageAllocation(find_gpu(active(), torch.device("cuda", device)), 0)
         made.nbytes, storage._handle = nbytes, handle
