@@ -124,8 +124,10 @@ def await_work(work: Any) -> None:
 
 
 def on_gpus(values: list | tuple) -> list[torch.Tensor]:
+    """The tensors that are on GPUs, also within lists."""
     return [tensor for tensor in tensors_in(values) if gpu_of(tensor) is not None]
 
 
-def tensor_bytes(tensors) -> int:
+def gpu_bytes(tensors: list | tuple) -> int:
+    """Bytes of the tensors that are on GPUs."""
     return sum(t.numel() * t.element_size() for t in on_gpus(tensors))

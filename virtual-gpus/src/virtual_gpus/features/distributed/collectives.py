@@ -27,16 +27,7 @@ from virtual_gpus.dispatch.routes import on_host
 from virtual_gpus.dispatch.timing import await_tensors
 from virtual_gpus.features.distributed import alone
 from virtual_gpus.features.distributed.agreement import CollectiveMismatch, count, mismatch, number, purpose
-from virtual_gpus.features.distributed.arrivals import (
-    Arrival,
-    Lane,
-    begins,
-    lane_of,
-    note,
-    occupy,
-    on_gpus,
-    tensor_bytes,
-)
+from virtual_gpus.features.distributed.arrivals import Arrival, Lane, begins, gpu_bytes, lane_of, note, occupy, on_gpus
 from virtual_gpus.features.distributed.groups import (
     carrier,
     carriers,
@@ -109,7 +100,7 @@ def charge_collective(call: OpCall, gpus: Sequence[VirtualGPU | None], result: A
             send_or_receive(kind, gpu, group, [tensor], peer, tag)
     elif meeting is not None:
         made = [] if call.func.namespace == "c10d" else on_gpus([result])
-        end = _carry(meeting, tensor_bytes(made))  # an all-to-all may return more than it was given
+        end = _carry(meeting, gpu_bytes(made))  # an all-to-all may return more than it was given
         arrival = Arrival(end)
         note(gpu, made or on_gpus(call.args[:1]), arrival)
         arrival.given = call.func.namespace.startswith("_c10d_functional")  # whose callers wait themselves
@@ -332,5 +323,5 @@ def _await(sent: Any, result: Any) -> None:
 
 def _size(kind: str, given: Sequence[Any], group) -> int:
     """The bytes of the larger side. Of what is gathered or scattered, which only the root has, each rank has a part."""
-    sides = [nbytes for side in given if (nbytes := tensor_bytes([side]))]
+    sides = [nbytes for side in given if (nbytes := gpu_bytes([side]))]
     return min(sides, default=0) * group.size() if kind in ("gather", "scatter") else max(sides, default=0)

@@ -16,7 +16,7 @@ from datetime import timedelta
 import torch
 
 from virtual_gpus.clock.traffic import message_seconds
-from virtual_gpus.features.distributed.arrivals import Arrival, Lane, begins, lane_of, note, occupy, tensor_bytes
+from virtual_gpus.features.distributed.arrivals import Arrival, Lane, begins, gpu_bytes, lane_of, note, occupy
 from virtual_gpus.features.distributed.groups import carrier, first_gpu_of, is_alone, links_when_alone, place_of
 from virtual_gpus.machine import VirtualGPU
 from virtual_gpus.threads import below
@@ -39,7 +39,7 @@ def send_or_receive(name: str, gpu: VirtualGPU, group, tensors: list[torch.Tenso
     """Put a message on the clock. name: of its operator."""
     first_gpu_of.setdefault(group, gpu)
     sends = name in SENDS
-    lane, nbytes = lane_of(group, "send" if sends else "recv"), tensor_bytes(tensors)
+    lane, nbytes = lane_of(group, "send" if sends else "recv"), gpu_bytes(tensors)
     began = begins(gpu, lane, tensors)
     here = place_of(gpu)
     end: float | Callable[[], float]
