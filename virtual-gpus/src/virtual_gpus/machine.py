@@ -162,7 +162,7 @@ class VirtualMachine:
     def current(self, index: int) -> None:
         self.of_thread.index = index
 
-    # What allocators ask about streams, see `stream_waits.NoClock`. Later clocks take the place of this one.
+    # What allocators ask about streams, see `memory.allocator.CachingAllocator`. The clock may be another one by then.
 
     def mark(self, stream: tuple[int, int]) -> float:
         """The moment at which a stream, (GPU, stream), has done what was issued to it so far."""

@@ -20,10 +20,7 @@ _KEYS = {"cuda": torch._C.DispatchKey.CUDA, "cpu": torch._C.DispatchKey.CPU,
 
 _CROSSES_DEVICES = {"copy_", "_foreach_copy_", "set_", "_copy_from", "_copy_from_and_resize", "record_stream",
                     "_has_compatible_shallow_copy_type"}  # fmt: skip
-
-
 _COLLECTIVES = ("c10d", "_c10d_functional", "_dtensor")  # namespaces
-
 
 # Filled from above (`features`). By base name ("mm"): what CUDA refuses or waits for before an operator runs; the
 # operators that it runs with other memory than the CPU; given an overload, what computes in the place of the CPU's

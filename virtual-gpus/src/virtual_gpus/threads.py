@@ -31,7 +31,6 @@ class ThreadState(threading.local):
 
 this_thread = ThreadState()
 
-
 OWN_THREAD = "virtual_gpus"  # how the names of this package's threads begin: they issue no operators
 
 

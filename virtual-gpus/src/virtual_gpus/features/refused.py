@@ -44,7 +44,6 @@ _REFUSED = {
                    "clock_rate", *_SYNC, *_HOST, *_ALLOCATORS, *_GRAPHS, *_POOLS),
 }  # fmt: skip
 
-
 _INSTEAD = {
     **dict.fromkeys(_GROUPS, 'Use init_process_group("nccl").'),
     **dict.fromkeys((*_GRAPHS, "Graph"), "Run the work without a graph: the numbers are the same, and so is the memory"

@@ -45,7 +45,6 @@ _ALERTS |= {
     "scatter_reduce_": "scatter_reduce_cuda_prod_",
 }
 
-
 _MAX = 2  # as C++ counts EmbeddingBag's modes
 
 

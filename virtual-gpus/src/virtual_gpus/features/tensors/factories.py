@@ -24,7 +24,8 @@ _DATA = {"tensor": "data", "as_tensor": "data", "asarray": "obj", "sparse_coo_te
 _raw_make = {name: getattr(torch, name) for name in _DATA}
 _SHARED = (torch.Tensor, torch.UntypedStorage, torch.TypedStorage)
 _raw_new = torch._C.TensorBase.new
-_default_device: list[object] = []  # what torch.set_default_device had set before the GPUs went on
+_default_device = functools.partial(getattr, torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)
+_before: list[object] = []  # what torch.set_default_device had set when the GPUs went on
 
 
 def _maker(name: str):
@@ -113,17 +114,13 @@ def _beside_input(function):
 
 def prepare() -> None:
     """See `features`."""
-    _default_device[:] = [_default_device_context()]
+    _before[:] = [_default_device()]
 
 
 def forget() -> None:
     """A default device that was set while GPUs were on is probably one that is no more."""
-    if _default_device and _default_device_context() is not _default_device.pop():
+    if _before and _default_device() is not _before.pop():
         torch.set_default_device(None)
-
-
-def _default_device_context() -> object:
-    return getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)
 
 
 def patches():
