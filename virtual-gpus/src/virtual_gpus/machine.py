@@ -22,7 +22,7 @@ from virtual_gpus.follower import NO_FOLLOWER, Follower
 from virtual_gpus.memory.allocator import FIRST_ADDRESS, Block, CachingAllocator, OutOfMemory
 from virtual_gpus.memory.device import alone
 from virtual_gpus.memory.options import Options
-from virtual_gpus.processes import children, environment, one_rank
+from virtual_gpus.processes import environment
 from virtual_gpus.processes.shared_memory import FOLDER, SharedMemoryRegistry
 from virtual_gpus.settings import Settings
 
@@ -110,6 +110,7 @@ class VirtualMachine:
         self.first_options: Callable[[], Options] = Options  # what they are at CUDA's start
         self.start_in_child: Callable[..., None] | None = None  # by `switch`, which lies above
         self.feature_state: dict[str, Any] = {}  # what features keep for this machine, each under its own name
+        self.variables: dict[str, str] = {}  # of the environment while it is on, by features before it goes on
         self.of_thread = threading.local()  # `index`: that of each thread's current GPU
 
     @functools.cached_property
@@ -266,13 +267,7 @@ def push(machine: VirtualMachine) -> None:
     machine.registry = SharedMemoryRegistry(machine.registry_name(), len(machine.slots), mine)
     for gpu in machine.slots:
         gpu.allocator.device.exchange = functools.partial(machine.registry.exchange, gpu.slot)
-    variables = {FOLDER: str(machine.registry.folder)}
-    if machine.settings.children:
-        variables |= children.variables(machine.facts())
-    if machine.settings.rank is not None:
-        variables |= one_rank.variables(machine.settings)
-        one_rank.say_that_it_is_alone(machine.settings)
-    environment.put_in(machine, variables)
+    environment.put_in(machine, {FOLDER: str(machine.registry.folder)} | machine.variables)
     _stack.append(machine)
     machine.on = True
 

@@ -31,6 +31,7 @@ from virtual_gpus.features.distributed.messages import until_times_have_arrived
 from virtual_gpus.features.distributed.whereabouts import leave_word
 from virtual_gpus.machine import VirtualGPU, VirtualMachine, active
 from virtual_gpus.patches.table import Patch, around
+from virtual_gpus.processes import one_rank
 from virtual_gpus.settings import INSTALLED, Settings
 from virtual_gpus.versions import GLOO_SPLITS
 
@@ -165,6 +166,13 @@ def _splitting(function: Callable, parent_pg=None, split_ranks=None, timeout=Non
     """DeviceMesh splits groups that are bound to a GPU. Gloo and "fake" can be split since `GLOO_SPLITS`."""
     groups = [torch.distributed.new_group(ranks, timeout=timeout, group_desc=group_desc) for ranks in split_ranks or ()]
     return next((group for group in groups if isinstance(group, torch.distributed.ProcessGroup)), None)
+
+
+def start(machine: VirtualMachine) -> None:
+    """One rank of many has the environment of torchrun."""
+    if machine.settings.rank is not None:
+        machine.variables |= one_rank.variables(machine.settings)
+        one_rank.say_that_it_is_alone(machine.settings)
 
 
 def stop(machine: VirtualMachine) -> None:

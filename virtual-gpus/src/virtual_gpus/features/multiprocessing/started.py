@@ -18,6 +18,7 @@ from collections.abc import Callable
 
 from virtual_gpus.dispatch.mode import in_mode
 from virtual_gpus.machine import VirtualMachine, active
+from virtual_gpus.processes import children
 from virtual_gpus.processes.shared_memory import FOLDER
 
 _raw_preparation = multiprocessing.spawn.get_preparation_data
@@ -58,6 +59,12 @@ def _switch_on(start: Callable[..., None], settings: dict, main: dict, folder: s
 
 def _rebuild_process(_, make, arguments):
     return make(*arguments)
+
+
+def start(machine: VirtualMachine) -> None:
+    """Let programs that are started with `subprocess` have the GPUs, if the settings say so."""
+    if machine.settings.children:
+        machine.variables |= children.variables(machine.facts())
 
 
 def patches():
