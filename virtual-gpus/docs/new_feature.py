@@ -67,7 +67,7 @@ def main(arguments=None, root=ROOT):
     options.arguments = ", ".join({"Tensor": "x", "List[Tensor]": "[x]"}.get(str(a.type), "...") for a in needed)
     folder = root / "src" / "virtual_gpus" / "features" / options.name
     folder.mkdir(parents=True)
-    texts = {folder / "__init__.py": FOLDER, folder / "recipes.py": MODULE,
+    texts = {folder / "__init__.py": FOLDER, folder / f"{options.name}_recipes.py": MODULE,
              root / "tests" / f"test_{options.name}.py": TEST}  # fmt: skip
     for path, text in texts.items():
         path.write_text(text.format(**vars(options)), encoding="utf-8", newline="\n")
