@@ -16,7 +16,7 @@ from math import ceil, prod
 from typing import NamedTuple
 
 from virtual_gpus import figures
-from virtual_gpus.clock.work import Cost, Operand, Work
+from virtual_gpus.clock.work import Cost, Operand, Operation
 
 _FIGURES = figures.read("operators.toml")
 FITTED = _FIGURES["formulas"]  # the constants of formulas, also of those that features have
@@ -31,7 +31,7 @@ class OperatorClass(NamedTuple):
     unless: of those, (argument, operator): where the argument is False, they take as long as the other operator.
     """
 
-    cost: Callable[[Work], Cost]
+    cost: Callable[[Operation], Cost]
     is_fusible: bool = True
     tf32_setting: str = ""
     depends_on_strides: bool = False
@@ -40,7 +40,7 @@ class OperatorClass(NamedTuple):
 
 def cost(name, inputs, outputs, spec, precision: str = "fp32", first: int = 0) -> Cost:
     """What the ATen operator `name` (no overload) takes on a GPU of `spec`. first: the length of its first list."""
-    return class_of(name).cost(Work(name, tuple(inputs), tuple(outputs), spec, precision, first))
+    return class_of(name).cost(Operation(name, tuple(inputs), tuple(outputs), spec, precision, first))
 
 
 def class_of(name: str) -> OperatorClass:
@@ -48,10 +48,10 @@ def class_of(name: str) -> OperatorClass:
     return _LISTS if name.startswith(("_foreach_", "_fused_")) else CLASSES.get(name, _PLAIN)
 
 
-def _moving(nbytes: Callable[[Work], float], floor: float, kernels: int = 1, share: float = 1.0):
+def _moving(nbytes: Callable[[Operation], float], floor: float, kernels: int = 1, share: float = 1.0):
     """An operator that takes its start, in shortest kernels, and as long as it moves bytes, at a share of the speed."""
 
-    def of(work: Work) -> Cost:
+    def of(work: Operation) -> Cost:
         return Cost(floor * work.kernel + work.reading(nbytes(work), share), kernels)
 
     return of
@@ -65,7 +65,7 @@ def bytes_of(operands: Iterable[Operand]) -> int:
 _CHUNK, _CHUNKS = 65536, 320  # elements, and chunks of a launch (aten/src/ATen/native/cuda/MultiTensorApply.cuh)
 
 
-def _lists(work: Work) -> Cost:
+def _lists(work: Operation) -> Cost:
     """Optimizers: a kernel for some tensors, in chunks of which a launch takes a number at most."""
     inputs, first, fitted = work.inputs, work.inputs[: work.first], FITTED["lists"]
     if work.name.startswith("_foreach_addcmul"):
@@ -77,7 +77,7 @@ def _lists(work: Work) -> Cost:
     return Cost(kernels * work.kernel + work.reading(bytes_of((*inputs, *written)), share), kernels, "list")
 
 
-def moves(row: str, nbytes: Callable[[Work], float], is_fusible: bool = True) -> OperatorClass:
+def moves(row: str, nbytes: Callable[[Operation], float], is_fusible: bool = True) -> OperatorClass:
     """Operators that only move bytes. row: among the fitted figures."""
     return OperatorClass(_moving(nbytes, **FITTED[row]), is_fusible)
 

@@ -42,7 +42,7 @@ class Cost(NamedTuple):
     kind: str = "operator"
 
 
-class Work(NamedTuple):
+class Operation(NamedTuple):
     """One operator: name, arguments, results, the GPU, the precision of its products ("fp32", "tf32", ...), and how
     many tensors its first list has."""
 

@@ -18,7 +18,7 @@ import torch
 
 from virtual_gpus.clock.cost import FITTED, OperatorClass
 from virtual_gpus.clock.cost_matmul import product
-from virtual_gpus.clock.work import Cost, Work
+from virtual_gpus.clock.work import Cost, Operation
 from virtual_gpus.dispatch.op_call import OpCall
 from virtual_gpus.machine import VirtualGPU, active
 from virtual_gpus.memory_model import blas_workspaces
@@ -150,7 +150,7 @@ def _has_lt_bias(call: OpCall) -> bool:
     return half and call.gpu.machine.settings.version >= LT_FOR_MATRICES_AS_BIAS
 
 
-def _matrices(work: Work) -> Cost:
+def _matrices(work: Operation) -> Cost:
     first, second = work.inputs[-2:]
     with_bias = work.name.startswith(("addmm", "_addmm")) and len(work.inputs) > 2
     aligned = all(part.leading * part.itemsize % 16 == 0 for part in (first, second, *work.outputs[:1]))
@@ -159,7 +159,7 @@ def _matrices(work: Work) -> Cost:
     return Cost(seconds, kernels, "product")
 
 
-def _vector(work: Work) -> Cost:
+def _vector(work: Operation) -> Cost:
     return Cost(FITTED["vector"]["floor"] * work.kernel + work.reading(work.nbytes), 1, "product")
 
 

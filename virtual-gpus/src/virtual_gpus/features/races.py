@@ -134,7 +134,7 @@ def _moment(time: float, past: Past) -> Moment:
     return made
 
 
-class _Work:
+class _Issued:
     """One operator, copy or collective: in which place it is which work, its name and the program's line."""
 
     __slots__ = ("arrival", "line", "number", "past", "place", "what")
@@ -146,7 +146,7 @@ class _Work:
         frame = program_frame()
         self.line = frame.f_code.co_filename, frame.f_lineno
 
-    def comes_after(self, other: _Work) -> bool:
+    def comes_after(self, other: _Issued) -> bool:
         if other.number <= self.past.get(other.place, 0):
             return True
         if other.arrival is None or other.arrival.given:  # a collective whose Work Python has is waited for
@@ -158,7 +158,7 @@ class _Work:
 class _Access(NamedTuple):
     """Bytes `start` to `end` of a storage that a work reads or writes. freed: the storage is gone since."""
 
-    work: _Work
+    work: _Issued
     start: int
     end: int
     writes: bool
@@ -202,7 +202,7 @@ class RaceChecker(Follower):
             result = op.route(call)
             self.copy(call.tensors[1], call.tensors[0], blocking=not call["non_blocking"])
             return result
-        works = _Works(self._order, op.base)
+        works = _IssuedByGPU(self._order, op.base)
         written = ()
         if op.written:
             written = {id(tensor) for name, tensor in call.named_tensors() if name in op.written}
@@ -216,7 +216,7 @@ class RaceChecker(Follower):
 
     def kernel(self, name: str, reads: Iterable[torch.Tensor], writes: Iterable[torch.Tensor]) -> None:
         """Work on the current streams that the dispatch mode does not see."""
-        works = _Works(self._order, name)
+        works = _IssuedByGPU(self._order, name)
         for tensor in reads:
             self._access(tensor, False, works)
         for tensor in writes:
@@ -227,7 +227,7 @@ class RaceChecker(Follower):
         gpus = [gpu for gpu in (gpu_of(source), gpu_of(target)) if gpu is not None]
         places = [(gpu.slot, gpu.stream) for gpu in gpus]
         self._order.meet(places)  # a copy from GPU to GPU waits for both streams, and both wait for it
-        works = _Works(self._order, "copy_")
+        works = _IssuedByGPU(self._order, "copy_")
         for tensor in (source, target):
             if gpu_of(tensor) is not None:
                 self._access(tensor, tensor is target, works)
@@ -246,8 +246,8 @@ class RaceChecker(Follower):
         """A collective or message in a queue of its group, behind what the current stream was given so far."""
         place = (gpu.slot, queue)
         self._order.wait(place, self._order.past((gpu.slot, gpu.stream)))
-        works = _Works(self._order, name)
-        works[gpu.slot] = work = _Work(self._order, place, name, arrival)
+        works = _IssuedByGPU(self._order, name)
+        works[gpu.slot] = work = _Issued(self._order, place, name, arrival)
         arrival.past = dict(work.past)
         for tensor in reads:
             self._access(tensor, False, works)
@@ -277,12 +277,12 @@ class RaceChecker(Follower):
 
     # ---- what is used ----
 
-    def _access(self, tensor: torch.Tensor, writes: bool, works: _Works) -> None:
+    def _access(self, tensor: torch.Tensor, writes: bool, works: _IssuedByGPU) -> None:
         allocation = allocation_of(tensor)
         if allocation is None:
             pinned = _pinned(tensor)
             if pinned is not None and pinned in self._of_host:
-                self._note(self._of_host[pinned], _Work(self._order, _HOST, works.what), tensor, writes)
+                self._note(self._of_host[pinned], _Issued(self._order, _HOST, works.what), tensor, writes)
         elif allocation.block is not None and allocation.block.pool is not None:  # it has bytes
             self._note(self._history(allocation).accesses, works.on(allocation.gpu), tensor, writes)
 
@@ -315,7 +315,7 @@ class RaceChecker(Follower):
             self._freed.append((gone, left))
             del self._freed[:-_KEPT]
 
-    def _note(self, accesses: list[_Access], work: _Work, tensor: torch.Tensor, writes: bool) -> None:
+    def _note(self, accesses: list[_Access], work: _Issued, tensor: torch.Tensor, writes: bool) -> None:
         """An access to the storage whose earlier ones are `accesses`. Raises RaceError."""
         start, end = _span(tensor)
         new, kept, host = _Access(work, start, end, writes), [], self._order.known[_HOST]
@@ -364,16 +364,16 @@ class RaceChecker(Follower):
         return f"{verb} by {access.work.what} {where}, {quoted_line(*access.work.line)}"
 
 
-class _Works(dict[int, _Work]):
+class _IssuedByGPU(dict[int, _Issued]):
     """The work of one operator on each GPU, by slot. It begins on the current stream when it is first asked for."""
 
     def __init__(self, order: Order, what: str):
         self._order, self.what = order, what
 
-    def on(self, gpu: VirtualGPU) -> _Work:
+    def on(self, gpu: VirtualGPU) -> _Issued:
         found = self.get(gpu.slot)
         if found is None:
-            found = self[gpu.slot] = _Work(self._order, (gpu.slot, gpu.stream), self.what)
+            found = self[gpu.slot] = _Issued(self._order, (gpu.slot, gpu.stream), self.what)
         return found
 
 

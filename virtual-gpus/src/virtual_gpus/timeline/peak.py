@@ -47,7 +47,6 @@ _KINDS = (
     ("torch/optim/optimizer.py", ("profile_hook_step", "wrapper"), UPDATES),
 )
 
-
 _NUMBER = re.compile(r"\.\d+(?=\.|$)")
 _CALLS_MODULE = torch.nn.Module._call_impl.__code__
 _RUNS_BACKWARD = torch.autograd.graph._engine_run_backward.__code__

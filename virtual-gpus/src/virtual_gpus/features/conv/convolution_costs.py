@@ -15,21 +15,21 @@ from math import prod
 from virtual_gpus import figures
 from virtual_gpus.clock.cost import OperatorClass
 from virtual_gpus.clock.cost_matmul import in_tiles, tensor_cores
-from virtual_gpus.clock.work import Cost, Operand, Work
+from virtual_gpus.clock.work import Cost, Operand, Operation
 
 _FIGURES = figures.read("operators.toml")
 _FITTED, _SUM = _FIGURES["convolutions"], _FIGURES["formulas"]["reduction"]
 _TILES = tuple(map(tuple, _FITTED["tiles"]))
 
 
-def forward(work: Work) -> Cost:
+def forward(work: Operation) -> Cost:
     """With a bias, which a kernel of its own adds to the result (aten/src/ATen/native/cudnn/ConvShared.cpp)."""
     images, filters = work.inputs[:2]
     cost = _conv(work, False, images, filters, work.outputs[0], 1)
     return _and(cost, work.kernel + work.reading(2 * work.outputs[0].nbytes)) if len(work.inputs) > 2 else cost
 
 
-def backward(work: Work) -> Cost:
+def backward(work: Operation) -> Cost:
     """With the gradient of a bias, which is a sum of its own."""
     gradient, images, filters = work.inputs[:3]
     halves = sum(part.shape in (images.shape, filters.shape) for part in work.outputs[:2])
@@ -44,7 +44,7 @@ def _and(cost: Cost, seconds: float) -> Cost:
     return cost._replace(seconds=cost.seconds + seconds, kernels=cost.kernels + 1)
 
 
-def _conv(work: Work, backward: bool, images: Operand, filters: Operand, result: Operand, gradients: int) -> Cost:
+def _conv(work: Operation, backward: bool, images: Operand, filters: Operand, result: Operand, gradients: int) -> Cost:
     conv = _FITTED["backward" if backward else "forward"]
     cores = tensor_cores(work.spec, work.precision)
     if cores and images.itemsize == 2 and len(filters.shape) > 2:
@@ -98,7 +98,7 @@ def _rounded_up(number: int, unit: int) -> int:
 
 
 def _in_two_bytes(
-    work: Work, backward: bool, images: Operand, filters: Operand, result: Operand, gradients: int
+    work: Operation, backward: bool, images: Operand, filters: Operand, result: Operand, gradients: int
 ) -> Cost:
     if result.shape[1] != filters.shape[0]:  # transposed: the gradient of one from the result to the images
         images, result = result, images
@@ -133,14 +133,15 @@ def _in_two_bytes(
     return Cost(seconds, max(1, round(conv["kernels"] * half)), "convolution")
 
 
-def _depthwise(work: Work, backward: bool, last: bool, images: Operand, filters: Operand, result: Operand) -> float:
+def _depthwise(
+    work: Operation, backward: bool, last: bool, images: Operand, filters: Operand, result: Operand
+) -> float:
     """Each channel has its own filter, which is no work for tensor cores: mostly reading and writing."""
     flops = 2 * prod(result.shape) * prod(filters.shape[2:])
     fitted = _FITTED["depthwise"]
     share = (fitted["share_backward"] if backward else 1.0) if last else fitted["share_first"]
-    return (
-        max(flops / (work.spec.flops.fp32 * fitted["arithmetic"]), work.reading(images.nbytes + result.nbytes)) / share
-    )
+    arithmetic = flops / (work.spec.flops.fp32 * fitted["arithmetic"])
+    return max(arithmetic, work.reading(images.nbytes + result.nbytes)) / share
 
 
 _FORWARD, _BACKWARD = (

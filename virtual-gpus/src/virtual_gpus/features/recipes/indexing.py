@@ -12,7 +12,7 @@ import torch
 
 from virtual_gpus import errors
 from virtual_gpus.clock.cost import FITTED, OperatorClass, bytes_of, moves
-from virtual_gpus.clock.work import Cost, Work
+from virtual_gpus.clock.work import Cost, Operation
 from virtual_gpus.dispatch.op_call import OpCall
 from virtual_gpus.dispatch.timing import charge_copy, charge_read
 from virtual_gpus.dispatch.valueless import is_mask
@@ -128,7 +128,7 @@ MIXTURES = dict.fromkeys(_BY_TENSORS, indices_elsewhere) | {"embedding": embeddi
 MIXTURES |= dict.fromkeys(("masked_fill", "masked_fill_"), mask_elsewhere)
 
 
-def _embedding_backward_cost(work: Work) -> Cost:
+def _embedding_backward_cost(work: Operation) -> Cost:
     numbers, fitted = prod(work.inputs[1].shape), FITTED["embedding_backward"]
     written = work.outputs[0].nbytes + work.inputs[0].nbytes
     floor = fitted["floor"] + fitted["per_number"] * min(numbers, _INDICES_WALKED)

@@ -14,7 +14,7 @@ from math import prod
 import torch
 
 from virtual_gpus.clock.cost import FITTED, OperatorClass, moves
-from virtual_gpus.clock.work import Cost, Work
+from virtual_gpus.clock.work import Cost, Operation
 from virtual_gpus.dispatch import known
 from virtual_gpus.dispatch.op_call import OpCall
 from virtual_gpus.dispatch.timing import charge_kernel
@@ -253,7 +253,7 @@ RECIPES = {
 }
 
 
-def _batch_norm_cost(work: Work) -> Cost:
+def _batch_norm_cost(work: Operation) -> Cost:
     """A block of threads per channel: few channels leave the GPU half idle, unless the channels are last."""
     backward = not work.name.endswith("norm")
     images, fitted = work.inputs[backward], FITTED["batch_norm"]
@@ -271,7 +271,7 @@ def _batch_norm_cost(work: Work) -> Cost:
     return Cost(fitted["floor"] * work.kernel + work.reading(images.nbytes * (3 if backward else 2), share), 1)
 
 
-def _group_norm_cost(work: Work) -> Cost:
+def _group_norm_cost(work: Operation) -> Cost:
     """A block of threads per sample and group, which the statistics count: few of them leave the GPU half idle."""
     fitted, blocks = FITTED["group_norm"], prod(work.outputs[1].shape) if len(work.outputs) > 1 else 1
     busy = min(fitted["share"], blocks / (fitted["waves"] * work.spec.multi_processor_count))

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 
 from virtual_gpus.clock.cost import FITTED, OperatorClass
-from virtual_gpus.clock.work import Cost, Work
+from virtual_gpus.clock.work import Cost, Operation
 from virtual_gpus.dispatch.op_call import OpCall
 from virtual_gpus.placement.storages import CHANNELS_LAST, nbytes
 
@@ -91,7 +91,7 @@ RECIPES = {
 }
 
 
-def _pool_backward(work: Work) -> Cost:
+def _pool_backward(work: Operation) -> Cost:
     fitted = FITTED["pool_backward"]
     share = fitted["share_channels_last" if work.inputs[1].channels_last else "share"]
     return Cost(fitted["floor"] * work.kernel + work.reading(work.nbytes, share), 1)

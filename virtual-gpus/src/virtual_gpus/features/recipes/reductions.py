@@ -12,7 +12,7 @@ from math import prod
 import torch
 
 from virtual_gpus.clock.cost import FITTED, OperatorClass, bytes_of
-from virtual_gpus.clock.work import Cost, Work
+from virtual_gpus.clock.work import Cost, Operation
 from virtual_gpus.dispatch.op_call import OpCall
 from virtual_gpus.features.recipes.packed_inputs import NO_REDUCTION
 from virtual_gpus.memory_model import reduction_scratch
@@ -118,7 +118,7 @@ RECIPES = {
 ON_THE_HOST = {"_ctc_loss": {"input_lengths", "target_lengths"}}
 
 
-def _reduction_cost(work: Work) -> Cost:
+def _reduction_cost(work: Operation) -> Cost:
     """Few results of many numbers: threads leave partial sums, and the last block adds them up."""
     inputs, results = (sum(prod(p.shape) for p in parts) for parts in (work.inputs, work.outputs))
     fitted = FITTED["reduction"]
@@ -127,7 +127,7 @@ def _reduction_cost(work: Work) -> Cost:
     return Cost(floor + work.reading(work.nbytes, fitted["share"]), 2 if far else 1)
 
 
-def _nll_cost(work: Work) -> Cost:
+def _nll_cost(work: Operation) -> Cost:
     """The loss of classes: one thread adds up many rows."""
     fitted, forward = FITTED["nll_loss"], work.name.endswith("forward")
     rows, per_row = work.inputs[not forward].shape[0], fitted["per_row" if forward else "per_row_backward"]
