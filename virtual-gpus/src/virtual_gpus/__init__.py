@@ -139,7 +139,7 @@ __all__ = ["NotModelled", "RaceError", "active_machine", "block_address", "recor
            "renew_inherited", "transformer_flops", "virtual_gpus"]  # fmt: skip
 __version__ = "0.2.0"
 
-_HOMES = {
+_MODULES = {
     "NotModelled": "virtual_gpus.errors",
     "RaceError": "virtual_gpus.features.races",
     "active_machine": "virtual_gpus.switch",
@@ -154,10 +154,10 @@ _HOMES = {
 
 def __getattr__(name: str) -> Any:
     """Import a public name or a module when it is first used: programs such as nvidia-smi need no torch."""
-    if name in _HOMES:
-        if _HOMES[name] != "virtual_gpus.switch":
+    if name in _MODULES:
+        if _MODULES[name] != "virtual_gpus.switch":
             importlib.import_module("torch")  # inherited GPUs go on with it, see processes.children
-        value = globals()[name] = getattr(importlib.import_module(_HOMES[name]), name)
+        value = globals()[name] = getattr(importlib.import_module(_MODULES[name]), name)
         return value
     whole = f"{__name__}.{name}"
     if name.startswith("_") or importlib.util.find_spec(whole) is None:

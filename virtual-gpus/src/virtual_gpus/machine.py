@@ -20,7 +20,7 @@ from virtual_gpus import errors
 from virtual_gpus.clock.clock import Clock
 from virtual_gpus.follower import NO_FOLLOWER, Follower
 from virtual_gpus.memory.allocator import FIRST_ADDRESS, Block, CachingAllocator, OutOfMemory
-from virtual_gpus.memory.device import alone
+from virtual_gpus.memory.device import no_others
 from virtual_gpus.memory.options import Options
 from virtual_gpus.processes import environment
 from virtual_gpus.processes.shared_memory import FOLDER, SharedMemoryRegistry
@@ -277,6 +277,6 @@ def remove(machine: VirtualMachine) -> None:
     _stack.remove(machine)
     machine.on = False
     for gpu in machine.slots:  # tensors that outlive it still give their blocks back
-        gpu.allocator.device.exchange = alone
+        gpu.allocator.device.exchange = no_others
     environment.take_out(machine)
     machine.registry.close()

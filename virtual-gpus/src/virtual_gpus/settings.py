@@ -6,7 +6,6 @@ import argparse
 import dataclasses
 import functools
 import os
-import sys
 import textwrap
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -20,19 +19,6 @@ from virtual_gpus.versions import NEWEST, OLDEST, Version, parse_version
 
 _COMPILE = ("eager", "modelled")
 INSTALLED: Version = int(torch.__version__.split(".")[0]), int(torch.__version__.split(".")[1])
-
-
-def _switch_sanitizer_off() -> None:
-    """Switch PyTorch's own race checks off (torch/cuda/_sanitizer.py), as TORCH_CUDA_SANITIZER has switched them on.
-
-    They ask the driver at every operator, and see no wait of a virtual stream. `features.races` takes their place.
-    """
-    module = sys.modules.get("torch.cuda._sanitizer")
-    if module is not None and module.cuda_sanitizer.enabled:
-        module.cuda_sanitizer.disable()
-
-
-_switch_sanitizer_off()  # before any module of this package makes a tensor
 
 
 def _setting(default: Any, text: str, option: str | None = None, **how: Any) -> Any:

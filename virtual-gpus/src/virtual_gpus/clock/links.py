@@ -22,7 +22,7 @@ _FIGURES = figures.read("links.toml")
 REACHED = _FIGURES["reached"]["copies"]  # fraction of a link's peak bandwidth that a copy reaches
 REACHED_BY_COLLECTIVES = _FIGURES["reached"]["collectives"]  # the same for NCCL's rings, which start with kernels
 # PCIe between two GPUs: nvidia-smi's label of the path, and the fraction of PCIe's speed that the path reaches.
-_ROADS = _FIGURES["paths"]
+_PATHS = _FIGURES["paths"]
 NETWORKS = {name: LinkSpec(label="NET", **link) for name, link in _FIGURES["networks"].items()}
 _PCIE = {name: link for name, link in LINKS.items() if name.startswith("PCIe")}
 ARRANGEMENTS = (*_PCIE, "NVLink pairs", "NVSwitch")
@@ -108,9 +108,9 @@ def link_of(label: str, pcie: LinkSpec) -> LinkSpec:
     if match := re.fullmatch(r"NV(\d+)", label):
         one = _FIGURES["nvlink"]
         return LinkSpec(f"NVLink x{match[1]}", label, int(match[1]) * one["bandwidth"], one["latency"])
-    if label not in _ROADS:
-        raise ValueError(f"The link {label!r} is unknown. Use NV and a number, or one of {', '.join(_ROADS)}.")
-    return LinkSpec(f"{pcie.name}, {label}", label, pcie.bandwidth * _ROADS[label], pcie.latency)
+    if label not in _PATHS:
+        raise ValueError(f"The link {label!r} is unknown. Use NV and a number, or one of {', '.join(_PATHS)}.")
+    return LinkSpec(f"{pcie.name}, {label}", label, pcie.bandwidth * _PATHS[label], pcie.latency)
 
 
 def arrange(

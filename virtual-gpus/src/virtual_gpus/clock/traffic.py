@@ -1,4 +1,4 @@
-"""Collectives and messages: how long bytes take on their road. No torch here.
+"""Collectives and messages: how long bytes take on their way. No torch here.
 
 Collectives go around a ring, as NCCL's do for large tensors: an all-reduce of n GPUs sends 2(n - 1)/n of the bytes over
 each link, and the slowest link sets the pace (Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce algorithms for

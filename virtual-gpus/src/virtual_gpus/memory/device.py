@@ -12,7 +12,7 @@ from virtual_gpus.memory.blocks import Block, BlockPool, Segment
 from virtual_gpus.memory.stats import AllocatorStats
 
 
-def alone(used: int, most: int | None = None, more: int = 0) -> tuple[int, dict[int, int]]:
+def no_others(used: int, most: int | None = None, more: int = 0) -> tuple[int, dict[int, int]]:
     """What `exchange` returns where no other process shares the GPU."""
     return used, {}
 
@@ -36,7 +36,7 @@ class DeviceMemory:
         if capacity <= 0 or not 0 <= context < capacity:
             raise ValueError(f"A GPU of {capacity} bytes cannot hold a context of {context} bytes.")
         self.capacity, self.context, self.other, self.fraction = capacity, context, 0, 1.0
-        self.exchange: Callable[..., tuple[int, dict[int, int]]] = alone
+        self.exchange: Callable[..., tuple[int, dict[int, int]]] = no_others
         self.segments: dict[int, Segment] = {}
         self._next_address, self._stats, self._observers = first_address, stats, observers
 
