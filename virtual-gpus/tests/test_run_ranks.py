@@ -33,6 +33,20 @@ def is_alive(process):
         return False  # it has ended meanwhile
 
 
+def test_ctrl_c_while_lines_are_shown_loses_none(tmp_path, monkeypatch):
+    def interrupted(text):
+        raise KeyboardInterrupt
+
+    (tmp_path / "out").write_bytes(b"begun\n")
+    output, shown = run._Output(SimpleNamespace(ranks=1, file=lambda rank, what: tmp_path / what), True), []
+    monkeypatch.setattr(sys, "stdout", SimpleNamespace(write=interrupted, flush=list))
+    with pytest.raises(KeyboardInterrupt):
+        output.follow()
+    monkeypatch.setattr(sys, "stdout", SimpleNamespace(write=shown.append, flush=list))
+    output.finish(failed=True)
+    assert shown == ["[rank 0] begun\n"]
+
+
 @pytest.fixture(autouse=True)
 def leaves_nothing(tmp_path, monkeypatch):
     """Every test: no process and no file is left."""

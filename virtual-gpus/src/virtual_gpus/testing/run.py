@@ -286,8 +286,8 @@ class _Output:
         """Shows the lines that rank 0 has completed since the last call."""
         new = self._read(0, "out", self._shown)
         whole = new[: new.rfind(b"\n") + 1]
-        self._shown += len(whole)
         self._print(0, whole, sys.stdout)
+        self._shown += len(whole)  # now, so that Ctrl-C in between shows lines twice, and loses none
 
     def finish(self, failed: bool) -> None:
         """Shows the rest: rank 0's lines, then the other ranks' lines, then stderr. Always, if the run failed."""
