@@ -7,6 +7,7 @@ from pathlib import Path
 import bugs
 import pytest
 import torch
+from virtual_gpus.dispatch.op_call import OpCall
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = (ROOT / "docs" / "a_small_virtual_gpu.md").read_text(encoding="utf-8")
@@ -22,6 +23,11 @@ def test_the_example_trains_counts_and_refuses(capsys):
     assert shape.startswith("torch.Size([500, 1000]) [4") and "found GPUs {" in refused
     assert (torch.Tensor.device, torch.Tensor.to, torch.cuda._lazy_init) == before
     assert 55 <= len([line for line in CODE[0].splitlines() if line.strip()]) <= 65
+
+
+def test_what_the_page_for_contributors_says_of_a_call_exists():
+    text = (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8")
+    assert {name for name in re.findall(r"`(?:with )?call\.(\w+)", text) if not hasattr(OpCall, name)} == set()
 
 
 def test_a_new_feature_runs_and_its_test_fails_until_it_is_filled(tmp_path, capsys):

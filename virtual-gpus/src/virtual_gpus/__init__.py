@@ -1,4 +1,4 @@
-"""Virtual GPUs: run the cells of a multi-GPU lesson on a machine without GPUs.
+"""Virtual GPUs: run multi-GPU programs of PyTorch on a machine without GPUs.
 
     with virtual_gpus(4, memory="16 GiB"):
         x = torch.randn(1000, 1000, device="cuda:3")
