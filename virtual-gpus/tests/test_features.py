@@ -35,6 +35,11 @@ def train():
         net = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.Flatten(), torch.nn.Linear(16, 5)).to("cuda:1")
         net(torch.ones(2, 3, 4, 4, device="cuda:1")).softmax(1).sum().backward()
         assert net[0].weight.grad.device == torch.device("cuda:1") and torch.cuda.memory_allocated(1) > 0
+        store = torch.distributed.HashStore()
+        torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+        torch.distributed.all_reduce(total := torch.ones(2))
+        assert total.tolist() == [1, 1]
+        torch.distributed.destroy_process_group()
         try:
             net(torch.ones(2, 3, 4, 4))
         except RuntimeError:

@@ -95,6 +95,13 @@ def on_host(call: OpCall) -> Any:
     return result
 
 
+def collective(call: OpCall) -> Any:
+    """An operator of torch.distributed, where no feature carries it out."""
+    if call.gpu is None:
+        return on_host(call)
+    raise errors.not_modelled(call.func.name())
+
+
 def composite(call: OpCall) -> Any:
     """Take a composite operator apart, which inference mode does not do: its parts are what uses memory.
 
@@ -114,5 +121,5 @@ def composite(call: OpCall) -> Any:
             _exclude_key(_AUTOCAST, True)
 
 
-ROUTES = {"composite": composite, "factory": creation.create, "list": lists, "crossing": crossing,
-          "particular": particular, "ordinary": ordinary}  # by `Operator.kind`  # fmt: skip
+ROUTES = {"collective": collective, "composite": composite, "factory": creation.create, "list": lists,
+          "crossing": crossing, "particular": particular, "ordinary": ordinary}  # by `Operator.kind`  # fmt: skip
