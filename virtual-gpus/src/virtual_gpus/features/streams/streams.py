@@ -10,6 +10,7 @@ from __future__ import annotations
 import bisect
 import itertools
 import threading
+from collections import defaultdict
 
 import torch
 
@@ -20,7 +21,7 @@ from virtual_gpus.patches.table import in_package
 from virtual_gpus.placement.storages import gpu_of, storages
 from virtual_gpus.threads import this_thread
 
-_ids = itertools.count(1)
+_POOL = 32  # streams of a GPU and a priority, handed out in turn (c10/cuda/CUDAStream.cpp)
 _CUDA = 1  # c10::DeviceType::CUDA
 _raw_record_stream = torch._C.TensorBase.record_stream
 
@@ -35,7 +36,8 @@ class Stream:
         least, greatest = self.priority_range()
         self.priority = max(greatest, min(priority, least))
         if stream_id is None:
-            stream_id = next(_ids)
+            made = self._gpu.feature_state.setdefault("streams made", defaultdict(itertools.count))
+            stream_id = 1 - self.priority * _POOL + next(made[self.priority]) % _POOL
             if self.priority < 0:
                 self._gpu.machine.clock.tracks[self._gpu.slot].urgent.add(stream_id)
         self.stream_id = self.cuda_stream = stream_id  # 0 for the default stream
