@@ -137,11 +137,18 @@ def test_queries():
     assert torch.accelerator.current_accelerator() == torch.device("cuda")
     card = torch.cuda.get_device_properties(1)
     assert (card.name, card.total_memory, card.major) == ("NVIDIA H200", 2**30, 9)
+    assert card.max_threads_per_multi_processor == 2048 and card.max_threads_per_block == 1024
     assert torch.cuda.get_device_name(2) == "NVIDIA H200" and torch.cuda.get_device_capability() == (9, 0)
     assert torch.cuda.can_device_access_peer(0, 1) and torch.cuda.is_bf16_supported()
     assert torch.cuda.get_arch_list() == ["sm_90"] and torch.get_device_module() is torch.cuda
     torch.cuda.synchronize(2)
     torch.accelerator.synchronize()
+
+
+def test_streams_come_from_a_pool_per_gpu_and_priority():
+    """c10/cuda/CUDAStream.cpp: after 32 of them, the first one comes again."""
+    many = [torch.cuda.Stream(device=2) for _ in range(33)]
+    assert many[0] == many[32] and len(set(many)) == 32 and torch.cuda.Stream(2, priority=-1) not in many
 
 
 def test_streams_and_events_are_objects_that_work():

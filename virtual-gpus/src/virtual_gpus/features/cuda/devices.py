@@ -97,6 +97,7 @@ class DeviceProperties:
         self.major, self.minor = sheet.capability
         self.total_memory = gpu.memory
         self.multi_processor_count = sheet.multi_processor_count
+        self.max_threads_per_multi_processor, self.max_threads_per_block = sheet.threads, 1024
         self.L2_cache_size = sheet.l2_bytes
         self.warp_size = 32
         self.is_integrated = self.is_multi_gpu_board = 0
@@ -140,7 +141,7 @@ def get_arch_list() -> list[str]:
 
 
 def ipc_collect() -> None:
-    """Nothing is shared between processes, so nothing is collected."""
+    """Memory that processes share goes back as soon as nobody uses it, so nothing waits to be collected."""
 
 
 def _is_in_bad_fork() -> bool:
