@@ -2,7 +2,7 @@
 
     python -m docs.tools.whole_runs 10                       # quiet: one run after the other
     python -m docs.tools.whole_runs 10 --load 8              # each beside eight processes that compute all the time
-    python -m docs.tools.whole_runs 10 --at-once 3           # three at a time, each the load of the others
+    python -m docs.tools.whole_runs 10 --at-once 2           # two at a time, each the load of the other: 16 GiB in all
 
 build/whole_runs/log.txt has the commit, seconds, load of the machine, counts and failures of each run, and what a run
 printed is beside it. The exit code is 1 if anything failed. All runs test the folder as it is, so leave it alone.
