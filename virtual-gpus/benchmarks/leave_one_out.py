@@ -2,7 +2,7 @@
 
     python -m benchmarks.memory --leave-one-out
 
-The fitted limits are `FITTED` in features/conv/workspaces.py and features/rnn/sizes.py. Each case that uses
+The fitted limits are in figures/cudnn.toml, of convolutions and of recurrent nets. Each case that uses
 convolutions or a recurrent net is predicted with limits that the other cases choose: for each limit the value, fitted
 or alternative, with the smallest sum of errors. Where an alternative is as good as the fitted value, the others do not
 know the limit, and the alternative is taken. Alternatives stand in their order, the rule's absence first. What is
@@ -85,7 +85,7 @@ def cases() -> list[Case]:
 def limits(module: Any, **changed: int) -> Iterator[None]:
     """Other limits than the fitted ones for a while."""
     kept = module.FITTED
-    module.FITTED = kept._replace(**changed)
+    module.FITTED = kept | changed
     try:
         yield
     finally:

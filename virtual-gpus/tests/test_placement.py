@@ -138,6 +138,8 @@ def test_queries():
     card = torch.cuda.get_device_properties(1)
     assert (card.name, card.total_memory, card.major) == ("NVIDIA H200", 2**30, 9)
     assert card.max_threads_per_multi_processor == 2048 and card.max_threads_per_block == 1024
+    assert card.regs_per_multiprocessor == 1 << 16 and card.shared_memory_per_block_optin == 227 << 10
+    assert abs(card.clock_rate - 1_980_000) < 1000  # in kHz, as its data sheet says
     assert torch.cuda.get_device_name(2) == "NVIDIA H200" and torch.cuda.get_device_capability() == (9, 0)
     assert torch.cuda.can_device_access_peer(0, 1) and torch.cuda.is_bf16_supported()
     assert torch.cuda.get_arch_list() == ["sm_90"] and torch.get_device_module() is torch.cuda

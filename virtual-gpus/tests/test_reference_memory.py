@@ -12,6 +12,7 @@ from benchmarks.reference import compare, further, measure, second, third
 from benchmarks.reference import operators as reference_operators
 from benchmarks.reference.cases import CASES
 from benchmarks.reference.compare import GOAL, KNOWN_DIFFERENCES, OPERATOR_LIMIT, OPERATORS_WITHIN
+from virtual_gpus import figures
 from virtual_gpus.features.conv import workspaces as conv_workspaces
 
 FIRST = measure.load("steps.json")
@@ -145,7 +146,7 @@ def test_a_limit_that_only_one_case_knows_is_unknown_without_it(monkeypatch):
     assert abs(fitted) < 0.001 and without < -0.3 and known == ["fourier_side"]
     fitted, without, known = found["conv3_s2"]
     assert without == fitted and known == []
-    assert conv_workspaces.FITTED == conv_workspaces.FittedLimits()
+    assert conv_workspaces.FITTED == figures.read("cudnn.toml")["convolutions"]
 
 
 def test_a_margin_is_added_to_the_estimate():

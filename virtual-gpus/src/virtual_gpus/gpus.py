@@ -129,7 +129,8 @@ class GPUSpec:
     name: the name that torch.cuda.get_device_properties reports.
     memory: bytes, as CUDA reports them.
     capability: compute capability (major, minor).
-    cores, threads: of a multiprocessor: for fp32, and that it holds at a time.
+    cores, threads, registers, shared_memory: of a multiprocessor: cores for fp32, and what it holds at a time; memory
+        in bytes. shared_memory_of_block: bytes that one block of threads can have.
     bandwidth: bytes per second of the GPU's memory.
     flops: peak operations per second of matrix multiplications by data type, on tensor cores if the GPU has them. A
         type that the GPU does not support counts as fp32.
@@ -144,6 +145,9 @@ class GPUSpec:
     capability: tuple[int, int]
     cores: int
     threads: int
+    registers: int
+    shared_memory: int
+    shared_memory_of_block: int
     multi_processor_count: int
     l2_bytes: int
     bandwidth: float
@@ -152,6 +156,11 @@ class GPUSpec:
     link: LinkSpec
     host_link: LinkSpec
     reached: Reached
+
+    @property
+    def core_clock(self) -> float:
+        """Cycles per second at boost: the data sheet's fp32 peak over two operations per core and cycle."""
+        return self.flops.fp32 / (2 * self.cores * self.multi_processor_count)
 
 
 _KINDS = {kind.lower(): kind for kind in sorted(path.stem for path in (figures.FOLDER / "kinds").glob("*.toml"))}
@@ -176,12 +185,12 @@ def spec(kind: str) -> GPUSpec:
 @functools.cache
 def _read(kind: str) -> GPUSpec:
     data = figures.read(f"kinds/{kind}.toml")
-    peak = data["peak"]
+    peak, (major, minor) = data["peak"], data["capability"].split(".")
     return GPUSpec(
         kind=kind,
         name=data["name"],
-        capability=tuple(data["capability"]),
-        **figures.read("architectures.toml")["{}.{}".format(*data["capability"])],
+        capability=(int(major), int(minor)),
+        **figures.read("architectures.toml")["capabilities"][data["capability"]],
         flops=Flops(**dict.fromkeys(Flops._fields, peak["fp32"]) | peak),
         link=LINKS[data["link"]],
         host_link=LINKS[data["host_link"]],

@@ -61,7 +61,7 @@ class VirtualGPU:
         device = self.allocator.device
         if not device.context:
             self.machine.start_cuda()
-            context = min(self.spec.context, self.memory // 8)
+            context = min(self.spec.context, self.memory // 8)  # a GPU that a test makes small keeps room for tensors
             if not device.has_room(context):
                 raise errors.no_room_for_context()
             device.context = context

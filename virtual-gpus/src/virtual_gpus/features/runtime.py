@@ -9,7 +9,6 @@ import torch
 
 from virtual_gpus import errors
 from virtual_gpus.features.cuda.devices import _lazy_init, gpu_at
-from virtual_gpus.gpus import GPUSpec
 from virtual_gpus.patches.table import in_package
 
 _NCCL = (2, 28, 9)  # for a build without NCCL: that of PyTorch 2.11's wheels for Linux
@@ -58,16 +57,11 @@ def cudart() -> Runtime:
     return _runtime
 
 
-def core_clock(spec: GPUSpec) -> float:
-    """Cycles per second at boost: the data sheet's fp32 peak over two operations per core and cycle."""
-    return spec.flops.fp32 / (2 * spec.cores * spec.multi_processor_count)
-
-
 def _sleep(cycles: int) -> None:
     """A kernel of so many cycles in the current stream, on the modelled clock (ATen/cuda/Sleep.cu)."""
     gpu = gpu_at()
     clock = gpu.machine.clock
-    clock.launch(gpu.slot, gpu.stream, cycles / core_clock(gpu.spec), clock.host.kernel, "spin_kernel")
+    clock.launch(gpu.slot, gpu.stream, cycles / gpu.spec.core_clock, clock.host.kernel, "spin_kernel")
 
 
 def version() -> tuple[int, ...]:

@@ -3,13 +3,15 @@
     read("kinds/H200.toml")["sheet"]["bandwidth"]      # 4.8e12: bytes per second
 
 A figure is a table `{ value = 4_800, unit = "GB/s", source = "H200 data sheet" }`. In the result, it is a number in
-base units: bytes, seconds, operations per second, or a fraction.
+base units: bytes, seconds, operations per second, or a fraction. A table can have one `source` for its numbers, and
+their `units` by their names. Then a figure is only its number.
 
 - kinds/*.toml: one GPU each. The name of the file is the name of the kind.
 - architectures.toml: what all kinds of a compute capability have.
 - links.toml: links between GPUs, and networks between machines.
 - host.toml: what it costs the host to issue work.
 - operators.toml: what operators take besides the reading and writing of their bytes.
+- cudnn.toml: what was fitted of the memory that cuDNN takes.
 """
 
 from __future__ import annotations
@@ -34,15 +36,19 @@ def read(name: str) -> dict[str, Any]:
 
     Raises ValueError for a figure without a unit or a source, and for an unknown unit.
     """
-    return _converted(tomllib.loads((FOLDER / name).read_text(encoding="utf-8")), name)
+    return _converted(tomllib.loads((FOLDER / name).read_text(encoding="utf-8")), name, {}, "")
 
 
-def _converted(part: Any, where: str) -> Any:
-    if not isinstance(part, dict):
+def _converted(part: Any, where: str, units: dict[str, str], source: str) -> Any:
+    if isinstance(part, str):
         return part
-    if "value" not in part:
-        return {key: _converted(value, f"{where}: {key}") for key, value in part.items()}
-    if part.keys() != _FIGURE or not part["source"]:
+    if isinstance(part, dict) and "value" not in part:
+        units, source = part.get("units", units), part.get("source", source)
+        parts = ((key, value) for key, value in part.items() if key not in ("units", "source"))
+        return {key: _converted(value, f"{where}: {key}", units, source) for key, value in parts}
+    if not isinstance(part, dict):
+        part = {"value": part, "unit": units.get(where.rpartition(": ")[2], ""), "source": source}
+    if part.keys() != _FIGURE or not part["unit"] or not part["source"]:
         raise ValueError(f"{where}: a figure needs a value, a unit and a source, not {part}.")
     value, unit = part["value"], part["unit"]
     if unit in _PARTS:

@@ -14,11 +14,12 @@ from contextlib import ExitStack
 
 import torch
 
+from virtual_gpus import figures
 from virtual_gpus.features.attention.choice import HALF, must_be_deterministic
 from virtual_gpus.placement.storages import StorageAllocation, scratch
 
 FLOAT = 4
-_CUDNN_OWN = 512  # what cuDNN takes beyond its frontend's buffers; at most so much, measured
+_CUDNN_OWN: int = figures.read("cudnn.toml")["attention"]["own"]
 
 
 def up(n: int, multiple: int) -> int:

@@ -51,37 +51,14 @@ from __future__ import annotations
 from math import prod
 from typing import NamedTuple
 
-_ALIGNMENT = 16  # bytes added to every layout copy's workspace
-_SPLIT_ALIGNMENT = 128
+from virtual_gpus import figures
+
 _TILE = 128  # rows and columns of the output that one block of threads computes
 _NARROW = 32  # columns of the narrowest tile
 _WINOGRAD_TILE = 4  # outputs per side; 6x6 numbers each, once transformed
 _FOURIER_TILE = 32  # numbers per side
 _FOURIER_FILTER = 5  # pixels per side of the smallest filter
-
-
-class FittedLimits(NamedTuple):
-    """The limits that were chosen on the measured cases.
-
-    shortest_part: pixels that one part of a split sum covers at least.
-    shortest_sum: products that one part covers at least, between images of one pixel.
-    deep_sum: products per number of the forward's output from which on the output is copied.
-    winograd_pixels, winograd_products: the most pixels, and products per filter tap, for Winograd's transform.
-    fourier_side: the largest side of an image with its margin for Fourier's transform.
-    few_pixels, largest_sums: the most pixels of an image, and bytes, for sums image by image.
-    """
-
-    shortest_part: int = 256
-    shortest_sum: int = 448
-    deep_sum: int = 2048
-    winograd_pixels: int = 4096
-    winograd_products: int = 2**26
-    fourier_side: int = 32
-    few_pixels: int = 4
-    largest_sums: int = 64 << 20
-
-
-FITTED = FittedLimits()  # `benchmarks.leave_one_out` tries others
+FITTED = figures.read("cudnn.toml")["convolutions"]  # `benchmarks.leave_one_out` tries others
 
 
 class Shape(NamedTuple):
@@ -131,7 +108,7 @@ def _turns_output(shape: Shape) -> bool:
     if taps == 1:
         return shape.strided
     fills = _ceil(shape.pixels, _TILE) * _ceil(shape.filters, _TILE) >= shape.sms
-    return fills or shape.channels < 4 or shape.channels // shape.groups * taps >= FITTED.deep_sum
+    return fills or shape.channels < 4 or shape.channels // shape.groups * taps >= FITTED["deep_sum"]
 
 
 def data_gradient(shape: Shape) -> int:
@@ -151,7 +128,7 @@ def data_gradient(shape: Shape) -> int:
 def _sums_of_one_pixel(shape: Shape) -> int:
     """Partial sums of the input gradient's whole tiles."""
     tiles = shape.groups * _ceil(shape.batch, _TILE) * _ceil(shape.channels // shape.groups, _TILE)
-    parts = min(shape.sms // tiles, shape.filters // shape.groups * prod(shape.kernel) // FITTED.shortest_sum)
+    parts = min(shape.sms // tiles, shape.filters // shape.groups * prod(shape.kernel) // FITTED["shortest_sum"])
     return parts * tiles * _TILE**2 * 4 if parts > 1 else 0
 
 
@@ -170,7 +147,7 @@ def weight_gradient(shape: Shape) -> int:
     padded = _whole_vectors(shape)
     parts = _parts(shape, padded)
     filters = shape.filters * padded // shape.groups * prod(shape.kernel)
-    sums = parts * filters * 4 + _SPLIT_ALIGNMENT if parts > 1 else 0
+    sums = parts * filters * 4 + FITTED["split"] if parts > 1 else 0
     in_order = sums and shape.itemsize < 4  # rounding the sums to 2 bytes puts them in order as well
     turned = 0 if in_order else _filters(shape, padded)
     return _copies(_input(shape, padded), _output(shape), turned, sums)
@@ -183,7 +160,7 @@ def largest(step: str, shape: Shape) -> int:
 
 
 def _copies(*sizes: int) -> int:
-    return sum(sizes) + _ALIGNMENT if any(sizes) else 0
+    return sum(sizes) + FITTED["copy"] if any(sizes) else 0
 
 
 def _input(shape: Shape, padded: int) -> int:
@@ -216,7 +193,7 @@ def _parts(shape: Shape, padded: int) -> int:
     taps, channels = prod(shape.kernel), padded // shape.groups
     columns = taps * _ceil(channels, _TILE) if channels >= _NARROW else _ceil(taps * channels, _NARROW)
     tiles = shape.groups * _ceil(shape.filters // shape.groups, _TILE) * columns
-    return max(1, min(shape.sms // tiles, shape.pixels // FITTED.shortest_part))
+    return max(1, min(shape.sms // tiles, shape.pixels // FITTED["shortest_part"]))
 
 
 def _is_plain(shape: Shape) -> bool:
@@ -231,8 +208,8 @@ def _knows_winograd(shape: Shape) -> bool:
 def _takes_winograd(shape: Shape) -> bool:
     """It must pay to transform all filters for the few tiles that use them."""
     products = shape.channels * shape.filters * shape.pixels
-    enough = max(shape.channels, shape.filters) <= shape.pixels <= FITTED.winograd_pixels
-    return _knows_winograd(shape) and enough and products <= FITTED.winograd_products
+    enough = max(shape.channels, shape.filters) <= shape.pixels <= FITTED["winograd_pixels"]
+    return _knows_winograd(shape) and enough and products <= FITTED["winograd_products"]
 
 
 def _winograd(shape: Shape) -> int:
@@ -246,7 +223,7 @@ def _takes_fourier(shape: Shape) -> bool:
     """Filters of 5x5 and more on images that fit into one tile with their margin, if channels share the transforms."""
     taps, sides = shape.kernel, [o + k - 1 for o, k in zip(shape.output, shape.kernel, strict=True)]
     pays = min(shape.channels, shape.filters) >= _NARROW and min(taps) >= _FOURIER_FILTER
-    return _is_plain(shape) and len(taps) == 2 and pays and max(sides) <= FITTED.fourier_side
+    return _is_plain(shape) and len(taps) == 2 and pays and max(sides) <= FITTED["fourier_side"]
 
 
 def _fourier(shape: Shape) -> int:
@@ -257,8 +234,8 @@ def _fourier(shape: Shape) -> int:
 
 def _takes_sums(shape: Shape) -> bool:
     """1x1 filters on images of two to four pixels: a matrix product for each image, whose results are added up."""
-    few = prod(shape.kernel) == 1 < prod(shape.image) <= FITTED.few_pixels
-    return _is_plain(shape) and few and _sums(shape) <= FITTED.largest_sums
+    few = prod(shape.kernel) == 1 < prod(shape.image) <= FITTED["few_pixels"]
+    return _is_plain(shape) and few and _sums(shape) <= FITTED["largest_sums"]
 
 
 def _sums(shape: Shape) -> int:

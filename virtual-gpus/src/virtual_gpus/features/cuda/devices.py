@@ -98,6 +98,10 @@ class DeviceProperties:
         self.total_memory = gpu.memory
         self.multi_processor_count = sheet.multi_processor_count
         self.max_threads_per_multi_processor, self.max_threads_per_block = sheet.threads, 1024
+        self.regs_per_multiprocessor = sheet.registers
+        self.shared_memory_per_multiprocessor = sheet.shared_memory
+        self.shared_memory_per_block, self.shared_memory_per_block_optin = 48 << 10, sheet.shared_memory_of_block
+        self.clock_rate = round(sheet.core_clock / 1e3)  # in kHz
         self.L2_cache_size = sheet.l2_bytes
         self.warp_size = 32
         self.is_integrated = self.is_multi_gpu_board = 0

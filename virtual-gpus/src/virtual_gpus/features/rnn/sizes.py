@@ -23,30 +23,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import ceil
-from typing import NamedTuple
+
+from virtual_gpus import figures
 
 GATES = {"LSTM": 4, "GRU": 3, "RNN": 1}
-_RESERVED = {"LSTM": 5, "GRU": 6, "RNN": 1}  # sequences kept per layer; an LSTM's are the gates and the cell
-_STATES = {"LSTM": 10, "GRU": 13, "RNN": 6}  # batch x hidden, per layer: copies of the states, and buffers of a step
-_PADDED_STATES = {"LSTM": 8, "GRU": 4, "RNN": 4}  # those of them that the padded layout asks for
-_SMALL = 3  # sequences that the small-hidden algorithm adds for each gate of each pass
 DROPOUT_STATE = 1024 * 48  # per multiprocessor: states of cuRAND's XORWOW, one per thread
-
-
-class FittedCounts(NamedTuple):
-    """What one measurement each decided about the workspace.
-
-    aligned: hidden sizes that are a multiple of it need no padding.
-    dropout: further sequences for each layer but the first, with dropout.
-    gru_inputs: copies of inputs and outputs that a GRU in two directions takes beyond those of its outputs.
-    """
-
-    aligned: int = 64
-    dropout: int = 3
-    gru_inputs: int = 0
-
-
-FITTED = FittedCounts()  # `benchmarks.leave_one_out` tries others
+FITTED = figures.read("cudnn.toml")["recurrent"]  # `benchmarks.leave_one_out` tries others
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +88,7 @@ def is_small(net: Network, backward: bool, capability: tuple[int, int]) -> bool:
 def reserve_bytes(net: Network) -> int:
     """What training keeps for backward: each layer's gates (and cell), and the sequences between the layers."""
     steps = net.time * net.batch
-    kept = net.inner * _RESERVED[net.cell] * net.hidden
+    kept = net.inner * FITTED["reserved"][net.cell] * net.hidden
     if net.output != net.hidden:
         kept += net.inner * net.hidden  # before the projection
     between = (net.layers - 1) * net.directions * net.output
@@ -119,21 +101,21 @@ def workspace_bytes(net: Network, small: bool, training: bool = True) -> int:
     sequence = net.time * net.batch * net.hidden * net.itemsize
     inputs = net.time * net.batch * net.input * net.itemsize
     outputs = net.time * net.batch * net.output * net.directions * net.itemsize
-    states = _STATES[net.cell] * net.inner
+    states = FITTED["states"][net.cell] * net.inner
     weights = (weight_offsets(net, False)[1] - net.inner * 2 * net.gates * net.hidden) * net.itemsize  # the matrices
     both_ways = net.layers * (net.directions - 1)
     passes = 2 if training else 1  # values, and gradients
     total = weights + net.gates * net.directions * sequence + (passes - 1) * inputs
     if net.packed:
-        states -= _PADDED_STATES[net.cell] * net.inner
+        states -= FITTED["padded_states"][net.cell] * net.inner
     else:
         total += passes * (inputs + outputs)
-    total += (net.layers - 1) * net.directions * sequence * (passes + FITTED.dropout * (training and net.dropout))
-    total += both_ways * passes * (outputs + (FITTED.gru_inputs if net.cell == "GRU" else 1) * (inputs + outputs))
-    if net.hidden % FITTED.aligned and not small:
+    total += (net.layers - 1) * net.directions * sequence * (passes + FITTED["dropout"] * (training and net.dropout))
+    total += both_ways * passes * (outputs + (FITTED["gru_inputs"] if net.cell == "GRU" else 1) * (inputs + outputs))
+    if net.hidden % FITTED["aligned"] and not small:
         total += (net.gates * net.inner + net.layers - 1) * sequence
     if small:
-        total += net.inner * sequence * passes * _SMALL * net.gates
+        total += net.inner * sequence * passes * FITTED["small"] * net.gates
     states += 4 * both_ways
     # Integers per sequence and per step, each list from a multiple of 256 bytes on.
     lengths = sum(ceil(4 * count / 256) * 256 for count in (net.batch, net.time))
