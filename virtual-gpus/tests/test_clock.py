@@ -121,6 +121,20 @@ def matrix(gpu=0, n=8192):
 PRODUCT = product(spec("A100"))
 
 
+@pytest.mark.parametrize("name", ["add", "mm", "sum"])
+def test_a_result_that_is_given_takes_as_long(name):
+    with virtual_gpus(1, shapes_only=True):
+        a, result = torch.empty(4096, 4096, device="cuda"), torch.empty(4096, 4096, device="cuda")
+        others, function = ((0,), torch.sum) if name == "sum" else ((a,), getattr(torch, name))
+        result = result[0] if name == "sum" else result
+        times = []
+        for options in ({}, {"out": result}):
+            with record_timeline() as timeline:
+                function(a, *others, **options)
+            times.append([span.end - span.start for span in timeline.spans if span.name == name])
+        assert len(times[0]) == 1 and times[0] == pytest.approx(times[1])
+
+
 def test_events_time_the_gpu_and_the_host_runs_ahead(gpus):
     x, (start, end, last) = matrix(), (torch.cuda.Event(enable_timing=True) for _ in range(3))
     start.record()

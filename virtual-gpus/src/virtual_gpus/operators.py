@@ -67,6 +67,7 @@ class Operator:
         self.is_index = "index" in self.base and "indices" in self.names
         self.crosses = self.base in _CROSSES_DEVICES
         self.written = {a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write}
+        self.outputs = [a.name for a in schema.arguments if a.kwarg_only and a.name in self.written]  # `out=`
         self.changes_size = "resize" in self.base or self.base == "set_" or "out" in self.written
         first = schema.returns[0].alias_info if schema.returns else None
         self.is_view = first is not None and not first.is_write

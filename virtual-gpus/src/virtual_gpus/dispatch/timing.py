@@ -53,7 +53,7 @@ def charge_op(call: OpCall, result: Any) -> None:
         key += (name, op.tf32_setting and _allows_tf32("cuda", op.tf32_setting), *map(_strides, tensors))
     kept = _kept.get(key)
     if kept is None:
-        kept = _kept[key] = _look_up(gpu, op, name, tensors, result)
+        kept = _kept[key] = _look_up(call, name, result)
         if len(_kept) > 65536:
             _kept.clear()
     seconds, host, further = kept
@@ -214,15 +214,16 @@ def _shape_of(result):
     return None
 
 
-def _look_up(gpu: VirtualGPU, op, name: str, tensors, result) -> tuple[float, float, float]:
-    if op.tf32_setting and "out" in op.written:  # which comes last, and is no factor
-        tensors = tensors[:-1]
-    inputs = operands(tensors)
-    if not op.written or "out" in op.written and op.tf32_setting:
-        outputs = operands(tensors_in(result))
+def _look_up(call: OpCall, name: str, result: Any) -> tuple[float, float, float]:
+    op, tensors = call.op, call.tensors
+    if op.outputs:
+        given = tensors_in([call.kwargs.get(output) for output in op.outputs])  # they come last
+        inputs, outputs = operands(tensors[: len(tensors) - len(given)]), operands(given)
     else:
-        outputs = inputs[:1]
-    return times(gpu, name, inputs, outputs, precision_of(op.tf32_setting, tensors), in_place=bool(op.written))
+        inputs = operands(tensors)
+        outputs = inputs[:1] if op.written else operands(tensors_in(result))
+    precision = precision_of(op.tf32_setting, tensors)
+    return times(call.gpu, name, inputs, outputs, precision, in_place=bool(op.written))
 
 
 def times(gpu: VirtualGPU, name: str, inputs, outputs, precision: str = "fp32", first: int = 0, in_place=False):

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import torch
 
-from virtual_gpus.clock.cost import bytes_of, moves
+from virtual_gpus.clock.cost import moves
 from virtual_gpus.dispatch.op_call import OpCall
 
 _THREADS, _BYTES = 128, 128 * 16  # of one block: its threads, and what it copies at a time
@@ -80,6 +80,6 @@ RECIPES = {"split_with_sizes_copy": split_with_sizes_copy,
 COSTS = {
     "split_with_sizes_copy": moves("split", lambda work: 2 * work.inputs[0].nbytes, is_fusible=False),
     **dict.fromkeys(("chunk_cat", "chunk_cat_mixed_dtype"),
-                    moves("chunked", lambda work: bytes_of(work.inputs), is_fusible=False)),
+                    moves("chunked", lambda work: work.nbytes, is_fusible=False)),
     "all_gather_copy_in": moves("copied_in", lambda work: 2 * work.outputs[0].nbytes, is_fusible=False),
 }  # fmt: skip
