@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from functools import partial
 from operator import methodcaller
 
@@ -274,3 +277,18 @@ def test_the_variable_of_pytorchs_sanitizer(monkeypatch):
     monkeypatch.setenv("TORCH_CUDA_SANITIZER", "1")
     with virtual_gpus(1), pytest.raises(RaceError, match="Race: two uses of the same memory of cuda:0"):
         starts_too_early(False)
+
+
+def test_pytorchs_sanitizer_is_off_only_while_gpus_are_on():
+    """With the variable, every operator goes through it from the import of torch on, and asks the driver."""
+    program = """if True:
+        import torch
+        from torch.cuda._sanitizer import cuda_sanitizer
+        import virtual_gpus.switch
+        for _ in range(2):
+            assert cuda_sanitizer.enabled
+            with virtual_gpus.switch.virtual_gpus(2):
+                assert not cuda_sanitizer.enabled and torch.ones(2, device="cuda:1").sum() == 2
+        assert cuda_sanitizer.enabled
+    """
+    subprocess.run([sys.executable, "-c", program], env=os.environ | {"TORCH_CUDA_SANITIZER": "1"}, check=True)

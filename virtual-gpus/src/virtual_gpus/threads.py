@@ -2,25 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack, _pop_mode, _push_mode
-
-
-def _switch_sanitizer_off() -> None:
-    """Take PyTorch's own race checks off (torch/cuda/_sanitizer.py), a mode that TORCH_CUDA_SANITIZER has put on.
-
-    They ask the driver at every operator, and see no wait of a virtual stream. `features.races` takes their place.
-    """
-    module = sys.modules.get("torch.cuda._sanitizer")
-    if module is not None and module.cuda_sanitizer.enabled:
-        module.cuda_sanitizer.disable()
-
-
-_switch_sanitizer_off()  # before any module of this package makes a tensor
 
 
 class ThreadState(threading.local):

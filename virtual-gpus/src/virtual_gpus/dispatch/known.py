@@ -24,9 +24,10 @@ _SETTINGS = frozenset((int, float, bool, complex, str, type(None), torch.dtype, 
                        torch.memory_format))  # fmt: skip
 _keys_of = torch._C._dispatch_keys
 _empty_strided = torch._C._VariableFunctions.empty_strided  # not `torch`'s, which is a patch while GPUs are on
-_PLAIN = [_keys_of(torch.empty(0, device=_META))]  # strided, neither conjugated nor negated nor wrapped
-with torch.inference_mode():
-    _PLAIN.append(_keys_of(torch.empty(0, device=_META)))
+_PLAIN = []  # strided, neither conjugated nor negated nor wrapped
+for _inference in (False, True):
+    with torch._C._DisableTorchDispatch(), torch.inference_mode(_inference):  # no operator of the program's modes
+        _PLAIN.append(_keys_of(torch.empty(0, device=_META)))
 
 
 class _Form(NamedTuple):

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from virtual_gpus.clock.clock import Clock
 from virtual_gpus.dispatch.op_call import OpCall
@@ -30,6 +31,7 @@ Past = dict[Place, int]  # of each place, the number of its last work that is kn
 _HOST: Place = (-1, "host")
 _WITHOUT_ACCESS = ("empty", "new_empty", "resize_", "set_", "record_stream", "lift_fresh", "_resize_output_")
 _KEPT = 64  # freed blocks that other streams may still use
+_sanitizers: list[Any] = []  # PyTorch's own, while it is off
 
 
 class RaceError(RuntimeError):
@@ -375,6 +377,24 @@ class _IssuedByGPU(dict[int, _Issued]):
         if found is None:
             found = self[gpu.slot] = _Issued(self._order, (gpu.slot, gpu.stream), self.what)
         return found
+
+
+def prepare() -> None:
+    """Switch PyTorch's own checks off (torch/cuda/_sanitizer.py), a mode that TORCH_CUDA_SANITIZER has put on.
+
+    They ask the driver at every operator, and see no wait of a virtual stream.
+    """
+    module = sys.modules.get("torch.cuda._sanitizer")
+    if module is not None and module.cuda_sanitizer.dispatch in _get_current_dispatch_mode_stack()[-1:]:
+        _sanitizers.append(module.cuda_sanitizer)
+        module.cuda_sanitizer.disable()
+
+
+def forget() -> None:
+    """Switch them on again."""
+    while _sanitizers:
+        if not (sanitizer := _sanitizers.pop()).enabled:
+            sanitizer.enable()
 
 
 def start(machine: VirtualMachine) -> None:
