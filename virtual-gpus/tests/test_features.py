@@ -16,6 +16,9 @@ BASE = {"cuda", "tensors"}
 # What else goes, because it imports the feature: no other feature may need one that is not named here.
 GO_TOO = {"autocast": {"attention", "rnn"}, "blas": {"data_parallel"},
           "half_precision": {"attention", "rnn"}, "streams": {"accelerator"}}  # fmt: skip
+# What a program may ask of a feature, and is refused without it.
+SETTINGS = {"races": {"check_races": True}, "compile": {"compile": "modelled"}, "multiprocessing": {"children": True},
+            "distributed": {"rank": 0, "world_size": 2}}  # fmt: skip
 PROGRAM = """
 import importlib.abc, os, pkgutil, sys
 import torch
@@ -31,6 +34,13 @@ def modules(*args, **options):
 
 def train():
     from virtual_gpus import virtual_gpus
+    for feature in GONE & SETTINGS.keys():
+        try:
+            virtual_gpus(2, **SETTINGS[feature]).start()
+        except ValueError as error:
+            assert f"needs the feature '{feature}'" in str(error)
+        else:
+            raise AssertionError(f"{SETTINGS[feature]} was ignored")
     with virtual_gpus(2):
         net = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.Flatten(), torch.nn.Linear(16, 5)).to("cuda:1")
         net(torch.ones(2, 3, 4, 4, device="cuda:1")).softmax(1).sum().backward()
@@ -76,5 +86,6 @@ def test_features_that_go_with_another_are_few():
 def test_a_network_trains_without_any_of_the_others():
     cases = [{name} | GO_TOO.get(name, set()) for name in FEATURES if name not in BASE]
     cases.append(set(FEATURES) - BASE)
-    run = subprocess.run([sys.executable, "-c", f"CASES = {cases!r}\n{PROGRAM}"], capture_output=True, text=True)
+    program = f"CASES, SETTINGS = {cases!r}, {SETTINGS!r}\n{PROGRAM}"
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert not run.returncode, run.stdout + run.stderr

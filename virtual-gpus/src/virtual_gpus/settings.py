@@ -21,13 +21,13 @@ _COMPILE = ("eager", "modelled")
 INSTALLED: Version = int(torch.__version__.split(".")[0]), int(torch.__version__.split(".")[1])
 
 
-def _setting(default: Any, text: str, option: str | None = None, **how: Any) -> Any:
+def _setting(default: Any, text: str, option: str | None = None, feature: str | None = None, **how: Any) -> Any:
     """A field of `Settings`.
 
-    text: for `help(virtual_gpus)` and the command line. option: its name there, if it has one. how: further arguments
-    of argparse.
+    text: for `help(virtual_gpus)` and the command line. option: its name there, if it has one. feature: the one of
+    `features` that sees to it, if one does. how: further arguments of argparse.
     """
-    return dataclasses.field(default=default, metadata={"text": text, "option": option, "how": how})
+    return dataclasses.field(default=default, metadata={"text": text, "option": option, "feature": feature, "how": how})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,6 +76,7 @@ class Settings:
         "started have an `nvidia-smi`. How it works and what switches it off: "
         '`help("virtual_gpus.processes.children")`',
         "--no-children",
+        feature="multiprocessing",
         action="store_false",
         help="programs that it starts have no virtual GPUs",
     )
@@ -84,6 +85,7 @@ class Settings:
         "raise `virtual_gpus.RaceError` where two streams, or a stream and the host, use the same memory and nothing "
         'orders them. `help("virtual_gpus.features.races")` says how',
         "--check-races",
+        feature="races",
     )
     refuse_forks: bool = _setting(
         False,
@@ -96,6 +98,7 @@ class Settings:
         "let the modelled clock fuse operators in code that torch.compile was called on while these GPUs were on, with "
         '"modelled": `help("virtual_gpus.features.compile.fusion")`',
         "--compile",
+        feature="compile",
         choices=_COMPILE,
     )
     rank: int | None = _setting(
@@ -103,9 +106,10 @@ class Settings:
         "with world_size: be one rank of a job of `world_size` ranks, whose other ranks do not exist. Each host of the "
         'job has `count` GPUs. `help("virtual_gpus.processes.one_rank")` says what the program sees',
         "--as-rank",
+        feature="distributed",
         type=int,
     )
-    world_size: int | None = _setting(None, "number of ranks of that job", "--of")
+    world_size: int | None = _setting(None, "number of ranks of that job", "--of", feature="distributed")
 
     def __post_init__(self) -> None:
         if self.measured is not None:

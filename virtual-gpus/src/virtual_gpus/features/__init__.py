@@ -23,6 +23,7 @@ comes of it (`tests/test_layers.py`).
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import pkgutil
 from types import ModuleType
@@ -66,7 +67,12 @@ def patches() -> list[table.Patch]:
 
 
 def start(machine: VirtualMachine) -> None:
-    """The GPUs of a machine are about to go on."""
+    """The GPUs of a machine are about to go on. Raises ValueError for a setting whose feature is not there."""
+    there = {module.__name__ for module in MODULES}
+    for field in dataclasses.fields(machine.settings):
+        feature, value = field.metadata["feature"], getattr(machine.settings, field.name)
+        if feature is not None and value != field.default and f"{__name__}.{feature}" not in there:
+            raise ValueError(f"{field.name}={value!r} needs the feature {feature!r}, which is not in {__path__[0]}.")
     for start in _offered("start"):
         start(machine)
 
