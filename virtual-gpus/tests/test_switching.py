@@ -149,6 +149,12 @@ def test_a_failure_while_switching_on(monkeypatch):
         virtual_gpus(2).start()
 
 
+def test_a_failure_while_switching_off(monkeypatch):
+    monkeypatch.setattr(gputil, "forget", lambda: 1 / 0, raising=False)
+    with pytest.raises(ZeroDivisionError), virtual_gpus(2):
+        torch.set_default_device("cuda:1")
+
+
 def test_default_devices_go_with_the_gpus():
     with virtual_gpus(2):
         torch.set_default_device("cuda:1")

@@ -26,6 +26,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import pkgutil
+from contextlib import ExitStack
 from types import ModuleType
 from typing import Any
 
@@ -96,7 +97,8 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Put everything back. Called when the last virtual GPUs go off."""
-    for forget in _offered("forget"):
-        forget()
-    captured.give_back(table.take_out())
+    """Put everything back, also where a feature fails to. Called when the last virtual GPUs go off."""
+    with ExitStack() as last_first:
+        last_first.callback(lambda: captured.give_back(table.take_out()))
+        for forget in reversed(_offered("forget")):
+            last_first.callback(forget)
