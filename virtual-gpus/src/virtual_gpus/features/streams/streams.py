@@ -16,10 +16,10 @@ import torch
 
 from virtual_gpus import errors
 from virtual_gpus.features.cuda.devices import gpu_at
+from virtual_gpus.features.tensors.attributes import gpu_as_seen
 from virtual_gpus.machine import VirtualGPU, active
 from virtual_gpus.patches.table import in_package
-from virtual_gpus.placement.storages import gpu_of, storages
-from virtual_gpus.threads import this_thread
+from virtual_gpus.placement.storages import storages
 
 _POOL = 32  # streams of a GPU and a priority, handed out in turn (c10/cuda/CUDAStream.cpp)
 _CUDA = 1  # c10::DeviceType::CUDA
@@ -240,7 +240,7 @@ def is_current_stream_capturing() -> bool:
 
 def record_stream(self, stream: Stream) -> None:
     """Tell the allocator of a second stream: once freed, the block waits until that stream has come so far."""
-    if this_thread.inside or active() is None or gpu_of(self) is None:
+    if gpu_as_seen(self) is None:
         _raw_record_stream(self, stream)
         return
     other = active().gpus[stream.device_index].slot, stream.stream_id

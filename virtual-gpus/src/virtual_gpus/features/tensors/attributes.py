@@ -8,7 +8,7 @@ from torch._subclasses.fake_tensor import FakeTensorConverter
 from virtual_gpus import errors
 from virtual_gpus.dispatch.valueless import NotKept
 from virtual_gpus.features.tensors.legacy import is_cuda_type, parse_type
-from virtual_gpus.machine import active
+from virtual_gpus.machine import VirtualGPU, active
 from virtual_gpus.placement.storages import device_of, gpu_of
 from virtual_gpus.threads import below, this_thread
 
@@ -17,25 +17,26 @@ _raw_is_meta = _raw.is_meta.__get__
 _raw_str = torch._tensor_str._str
 
 
-def _gpu(tensor: torch.Tensor):
+def gpu_as_seen(tensor: torch.Tensor) -> VirtualGPU | None:
+    """The virtual GPU that holds `tensor`, as the program sees it. Kernels see none."""
     return None if this_thread.inside or active() is None else gpu_of(tensor)
 
 
 def _flag(name: str):
     """`is_cuda`, True for a tensor on a virtual GPU; `is_cpu` or `is_meta`, False there, with shapes_only as well."""
     raw, on_gpu = getattr(_raw, name).__get__, name == "is_cuda"
-    return property(lambda self: raw(self) if _gpu(self) is None else on_gpu)
+    return property(lambda self: raw(self) if gpu_as_seen(self) is None else on_gpu)
 
 
 def get_device(self) -> int:
     """The GPU's index, -1 for the CPU."""
-    gpu = _gpu(self)
+    gpu = gpu_as_seen(self)
     return _raw.get_device(self) if gpu is None else gpu.index
 
 
 def numpy(self, *, force: bool = False):
     """As PyTorch: a GPU tensor refuses, unless `force=True` copies it first."""
-    if _gpu(self) is None:
+    if gpu_as_seen(self) is None:
         _host_reads(self, "numpy")
         return _raw.numpy(self, force=force)
     if not force:
@@ -49,7 +50,7 @@ def numpy(self, *, force: bool = False):
 
 def tolist(self):
     """Nested lists of numbers; with shapes_only there are none to give."""
-    gpu = _gpu(self)
+    gpu = gpu_as_seen(self)
     if gpu is not None and gpu.machine.shapes_only:
         raise errors.needs_values("tolist()")
     if gpu is None:
@@ -66,14 +67,14 @@ def _host_reads(tensor: torch.Tensor, name: str) -> None:
 
 def item(self):
     """The number; with shapes_only, nan that says so where it is printed."""
-    gpu = _gpu(self)
+    gpu = gpu_as_seen(self)
     number = _raw.item(self)
     return number if gpu is None or not gpu.machine.shapes_only or number == number else NotKept()
 
 
 def _str(tensor, *, tensor_contents=None):
     """How a tensor prints; with shapes_only its form and the word that values are not kept, as a meta tensor's."""
-    gpu = _gpu(tensor) if isinstance(tensor, torch.Tensor) else None
+    gpu = gpu_as_seen(tensor) if isinstance(tensor, torch.Tensor) else None
     if gpu is not None and gpu.machine.shapes_only:
         tensor_contents = f"values are not kept, size={tuple(tensor.shape)}"
     return _raw_str(tensor, tensor_contents=tensor_contents)
@@ -81,14 +82,14 @@ def _str(tensor, *, tensor_contents=None):
 
 def type_(self, dtype=None, non_blocking: bool = False, **kwargs):
     """`x.type()` names the GPU's class; `x.type(dtype)` converts, as PyTorch does."""
-    if _gpu(self) is None and not is_cuda_type(dtype):
+    if gpu_as_seen(self) is None and not is_cuda_type(dtype):
         return _raw.type(self) if dtype is None else _raw.type(self, dtype, non_blocking=non_blocking, **kwargs)
     if dtype is None:
         name = _raw.type(self)  # under a function mode, such as a default device, PyTorch asks this function again
         return name if name.startswith("torch.cuda.") else name.replace("torch.", "torch.cuda.", 1)
     if not isinstance(dtype, torch.dtype):
         dtype, on_gpu = parse_type(dtype)
-        device = "cpu" if not on_gpu else "cuda" if _gpu(self) is None else self.device
+        device = "cpu" if not on_gpu else "cuda" if gpu_as_seen(self) is None else self.device
         return self.to(device, dtype, non_blocking=non_blocking)
     return _raw.type(self, dtype, non_blocking=non_blocking, **kwargs)
 
@@ -131,7 +132,7 @@ def from_real_tensor(self, fake_mode, t, *args, **kwargs):
 
 
 def _cuda_array_interface(self):
-    if _gpu(self) is None:
+    if gpu_as_seen(self) is None:
         raise AttributeError(f"Can't get __cuda_array_interface__ on non-CUDA tensor type: {self.type()}")
     raise errors.not_modelled("__cuda_array_interface__")
 
