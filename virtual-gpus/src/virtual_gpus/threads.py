@@ -22,12 +22,6 @@ class ThreadState(threading.local):
     mode: TorchDispatchMode | None = None
     """The dispatch mode through which this thread's operators are seen; None where it has not entered one."""
 
-    worker: object | None = None
-    """The replica of DataParallel whose thread this one stands in for; None for the thread itself."""
-
-    autocast: bool = False
-    """True while `torch.autocast("cuda")` is on and the operator that is called has not been cast yet."""
-
 
 this_thread = ThreadState()
 

@@ -22,8 +22,6 @@ from virtual_gpus.threads import seen, this_thread
 
 _CUDA, _CPU = torch._C.DispatchKey.CUDA, torch._C.DispatchKey.CPU
 _COMPOSITE = (torch._C.DispatchKey.CompositeExplicitAutograd, torch._C.DispatchKey.CompositeImplicitAutograd)
-_AUTOCAST = torch._C.DispatchKey.AutocastCUDA
-_exclude_key = torch._C._dispatch_tls_set_dispatch_key_excluded
 
 
 def ordinary(call: OpCall) -> Any:
@@ -105,20 +103,13 @@ def collective(call: OpCall) -> Any:
 def composite(call: OpCall) -> Any:
     """Take a composite operator apart, which inference mode does not do: its parts are what uses memory.
 
-    The parts follow autocast's lists if the composite was called under autocast, whose key is off by now. Operators of
-    higher order, which are given an operator or a function to run, are composite too.
+    Operators of higher order, which are given an operator or a function to run, are composite too.
     """
     with seen():
         if call.op.kernels is not None:
             keys = (_CPU, *_COMPOSITE) if call.gpu is None else (_CUDA, _CPU, *_COMPOSITE)
             return next(call.op.kernels[key] for key in keys if key in call.op.kernels)(*call.args, **call.kwargs)
-        if not this_thread.autocast:
-            return call.func.decompose(*call.args, **call.kwargs)
-        _exclude_key(_AUTOCAST, False)
-        try:
-            return call.func.decompose(*call.args, **call.kwargs)
-        finally:
-            _exclude_key(_AUTOCAST, True)
+        return call.func.decompose(*call.args, **call.kwargs)
 
 
 ROUTES = {"collective": collective, "composite": composite, "factory": creation.create, "list": lists,

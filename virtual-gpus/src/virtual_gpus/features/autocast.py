@@ -25,8 +25,9 @@ import weakref
 
 import torch
 
+from virtual_gpus.dispatch import routes
+from virtual_gpus.dispatch.op_call import OpCall
 from virtual_gpus.placement.storages import gpu_of, has_values
-from virtual_gpus.threads import this_thread
 
 _KEY = torch._C.DispatchKey.AutocastCUDA
 _FP32 = torch.float32
@@ -46,6 +47,13 @@ _raw_clear = torch.clear_autocast_cache
 _raw = {name: getattr(_Scaler, name) for name in ("_maybe_opt_step", "get_scale", "_get_growth_tracker")}
 _registering = threading.Lock()
 _library: list[torch.library.Library] = []
+
+
+class _InThisThread(threading.local):
+    casts = False  # while `torch.autocast("cuda")` is on and the operator that is called has not been cast yet
+
+
+_in_this_thread = _InThisThread()
 
 
 # ---- in which precision each operator runs --------------------------------------------------------------------------
@@ -155,13 +163,13 @@ def widest(values, dtype: torch.dtype) -> torch.dtype:
 
 def _without_autocast(op, args, kwargs):
     """Call `op` with autocast off for this thread."""
-    outer, this_thread.autocast = this_thread.autocast, False
+    outer, _in_this_thread.casts = _in_this_thread.casts, False
     _exclude(_KEY, True)
     try:
         return op(*args, **kwargs)
     finally:
         _exclude(_KEY, False)
-        this_thread.autocast = outer
+        _in_this_thread.casts = outer
 
 
 def _casting_to(dtype_for):
@@ -218,8 +226,22 @@ _POLICIES = {
 }
 
 
+def composite(call: OpCall):
+    """The parts of an operator that is taken apart under autocast, whose key is off by now, follow the lists."""
+    if call.op.kernels is not None or not _in_this_thread.casts:
+        return routes.composite(call)
+    _exclude(_KEY, False)
+    try:
+        return routes.composite(call)
+    finally:
+        _exclude(_KEY, True)
+
+
+ROUTES = {"composite": composite}
+
+
 def _is_on() -> bool:
-    return _enabled("cuda") and this_thread.autocast
+    return _enabled("cuda") and _in_this_thread.casts
 
 
 def casting(name: str):
@@ -268,7 +290,7 @@ def register() -> None:
 def forget() -> None:
     """Give PyTorch its own kernels back. Called when the last virtual GPUs go off."""
     _cast_weights.clear()
-    this_thread.autocast = False
+    _in_this_thread.casts = False
     _include(_KEY, False)
     with _registering:
         while _library:
@@ -281,7 +303,7 @@ def set_autocast_enabled(*args) -> None:
     on = _enabled("cuda")
     if on:
         register()
-    this_thread.autocast = on
+    _in_this_thread.casts = on
     _include(_KEY, on)
 
 

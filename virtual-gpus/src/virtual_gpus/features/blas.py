@@ -29,6 +29,13 @@ from virtual_gpus.versions import LT_FOR_MATRICES_AS_BIAS
 _LT_TYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
+class _InThisThread(threading.local):
+    worker: object | None = None  # the replica of DataParallel whose thread this one stands in for
+
+
+in_this_thread = _InThisThread()
+
+
 class Handles:
     """The cuBLAS handles of one GPU and what they keep. Who holds one: a thread, by its number or "autograd".
 
@@ -50,7 +57,7 @@ class Handles:
 
     def handle(self) -> int:
         """The running thread's handle: its own, one that a finished thread left, or a new one."""
-        holder = "autograd" if this_thread.in_backward else this_thread.worker or threading.get_ident()
+        holder = "autograd" if this_thread.in_backward else in_this_thread.worker or threading.get_ident()
         if holder not in self._of:
             self._collect()
             self._of[holder] = self._spare.pop() if self._spare else len(self._of)

@@ -15,7 +15,7 @@ import torch
 
 from virtual_gpus.clock.clock import ConcurrentThreads
 from virtual_gpus.clock.traffic import ring_seconds
-from virtual_gpus.features.blas import leave_handle
+from virtual_gpus.features.blas import in_this_thread, leave_handle
 from virtual_gpus.machine import VirtualGPU, active
 from virtual_gpus.placement.storages import gpu_of, has_values, nbytes
 from virtual_gpus.threads import this_thread
@@ -88,12 +88,12 @@ class SequentialThread:
         target, args, kwargs = self._call
         thread = active().of_thread  # set below by C alone: Ctrl-C comes at the beginning of functions of Python
         index, grad, lower = active().current, torch.is_grad_enabled(), torch.get_autocast_dtype("cuda")
-        outer = this_thread.worker, this_thread.in_backward
+        outer = in_this_thread.worker, this_thread.in_backward
         clock = active().clock
         share = clock.share
         worker = object()  # not `self`, whose tensors would stay should Ctrl-C cut the end off
         active().current = 0  # a new thread starts on GPU 0
-        this_thread.worker, this_thread.in_backward = worker, False
+        in_this_thread.worker, this_thread.in_backward = worker, False
         try:
             torch.set_autocast_dtype("cuda", torch.float16)  # as a new thread finds it
             with self._beside_the_others():
@@ -111,7 +111,7 @@ class SequentialThread:
 
 def _end(worker: object, outer: tuple[object | None, bool]) -> None:
     """Be the caller's thread again. The replica's cuBLAS handles are free for the next one, and for autograd's."""
-    this_thread.worker, this_thread.in_backward = outer
+    in_this_thread.worker, this_thread.in_backward = outer
     for gpu in active().slots:
         leave_handle(gpu, worker)
 
