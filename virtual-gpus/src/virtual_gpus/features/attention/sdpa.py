@@ -20,10 +20,9 @@ from virtual_gpus.features.attention.choice import EFFICIENT, FLASH, HALF, MATH,
 from virtual_gpus.features.attention.fused import KERNELS
 from virtual_gpus.features.attention.values import for_all_heads
 from virtual_gpus.features.autocast import casting
-from virtual_gpus.machine import active
+from virtual_gpus.features.tensors.attributes import gpu_as_seen
 from virtual_gpus.placement.storages import device_of, gpu_of, is_wrapper
 from virtual_gpus.placement.wrappers import arrived, is_dtensor
-from virtual_gpus.threads import this_thread
 from virtual_gpus.versions import ATTENTION_IN_THREE_DIMENSIONS
 
 _raw = torch._C._nn.scaled_dot_product_attention
@@ -43,15 +42,10 @@ def scaled_dot_product_attention(
         return _attention(gpu, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     query, key, value, attn_mask = map(arrived, (query, key, value, attn_mask))
     inputs = (query, key, value) if attn_mask is None else (query, key, value, attn_mask)
-    call = _raw if _is_elsewhere(query) or _is_wrong(*inputs, dropout=dropout_p) else _on_gpu
+    # On the CPU, or under torch.func's transforms, which take operators apart themselves.
+    is_elsewhere = gpu_as_seen(query) is None or is_wrapper(type(query)) or is_transformed()
+    call = _raw if is_elsewhere or _is_wrong(*inputs, dropout=dropout_p) else _on_gpu
     return call(query, key, value, attn_mask, dropout_p, is_causal, **rest)
-
-
-def _is_elsewhere(query) -> bool:
-    """On the CPU, or under torch.func's transforms, which take operators apart themselves."""
-    return (
-        active() is None or this_thread.inside or gpu_of(query) is None or is_wrapper(type(query)) or is_transformed()
-    )
 
 
 def _is_wrong(query, *others, dropout: float) -> bool:
