@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import os
-import threading
 import time
 from collections.abc import Callable
 from contextlib import contextmanager
@@ -25,10 +24,7 @@ from virtual_gpus.memory.options import Options
 from virtual_gpus.processes import environment
 from virtual_gpus.processes.shared_memory import FOLDER, SharedMemoryRegistry
 from virtual_gpus.settings import Settings
-
-
-class _OfThread(threading.local):
-    stream = 0
+from virtual_gpus.threads import OfEachThread
 
 
 class VirtualGPU:
@@ -45,7 +41,7 @@ class VirtualGPU:
         self.allocator.clock = machine
         self.generator = None  # made on first use, with torch (see random_numbers)
         self.feature_state: dict[str, Any] = {}  # what features keep for this GPU, each under its own name
-        self.of_thread = _OfThread()  # `stream`: the number of each thread's current one
+        self.of_thread: Any = OfEachThread(stream=0)  # `stream`: the number of each thread's current one
         self.uuid = f"GPU-00000000-0000-4000-8000-{slot:012d}"
 
     @property
@@ -98,7 +94,7 @@ class VirtualMachine:
         self.topology = settings.topology
         self.measured = settings.table
         self.clock = Clock(settings.count)
-        self.fusion: Any = None  # with compile="modelled", once compiled code runs (`features.compile.fusion.Fusion`)
+        self.charger: Any = None  # a feature's that charges some operators itself, see `dispatch.timing.charge_op`
         self.follower: Follower = NO_FOLLOWER  # a feature's that follows all work
         self._last_seen = -1, 0.0  # operators issued when the load was last asked for, and when that was new
         self.said_that_it_is_off = False  # see `errors.warn_of_gpu_that_is_off`
@@ -111,7 +107,7 @@ class VirtualMachine:
         self.start_in_child: Callable[..., None] | None = None  # by `switch`, which lies above
         self.feature_state: dict[str, Any] = {}  # what features keep for this machine, each under its own name
         self.variables: dict[str, str] = {}  # of the environment while it is on, by features before it goes on
-        self.of_thread = threading.local()  # `index`: that of each thread's current GPU
+        self.of_thread: Any = OfEachThread(index=0)  # that of each thread's current GPU, 0 at first as in CUDA
 
     @functools.cached_property
     def gpus(self) -> list[VirtualGPU]:
@@ -156,8 +152,8 @@ class VirtualMachine:
 
     @property
     def current(self) -> int:
-        """Index of this thread's current GPU; every thread starts at 0, as in CUDA."""
-        return getattr(self.of_thread, "index", 0)
+        """Index of this thread's current GPU."""
+        return self.of_thread.index
 
     @current.setter
     def current(self, index: int) -> None:

@@ -22,15 +22,14 @@ _CROSSES_DEVICES = {"copy_", "_foreach_copy_", "set_", "_copy_from", "_copy_from
                     "_has_compatible_shallow_copy_type"}  # fmt: skip
 _COLLECTIVES = ("c10d", "_c10d_functional", "_dtensor")  # namespaces
 
-# Filled from above (`features`). By base name ("mm"): what CUDA refuses or waits for before an operator runs; the
-# operators that it runs with other memory than the CPU; given an overload, what computes in the place of the CPU's
-# kernel, or None; the arguments that CUDA wants, or takes, on the CPU; the error for an argument on another device than
-# those before it, or None for the usual one. By kind (`Operator.kind`): what is done with an `OpCall`.
+# Filled from above, where `features` says what each of them holds: by the base name of an operator ("mm"), and the last
+# one by its kind (`Operator.kind`).
 CHECKS: dict[str, Callable[..., None]] = {}
 RECIPES: dict[str, Callable[..., Any]] = {}
 CPU_KERNELS: dict[str, Callable[[torch._ops.OpOverload], Callable[..., Any] | None]] = {}
 ON_THE_HOST: dict[str, set[str]] = {}
 MIXTURES: dict[str, Callable[..., Exception | None]] = {}
+ASKS_FIRST: dict[str, Callable[[tuple], Any]] = {}
 ROUTES: dict[str, Callable[..., Any]] = {}
 
 
@@ -42,7 +41,7 @@ class Operator:
         self.kernel = func  # what computes
         self.kernels = None  # by dispatch key, of an operator of higher order, which has no schema, or of one in Python
         self.takes_first, self.takes_by_name = None, True  # tensors: among so many arguments first; among named ones
-        self.is_sum = False
+        self.asks_first = None
         if isinstance(func, torch._ops.HigherOrderOperator):
             self.kernels, self.is_composite, self.route = func.py_kernels, True, ROUTES["composite"]
             return
@@ -54,6 +53,7 @@ class Operator:
         _, _, self.tf32_setting, self.depends_on_strides, self.unless = class_of(self.base)
         self.allowed_on_host = ON_THE_HOST.get(self.base, frozenset())
         self.check, self.recipe = CHECKS.get(self.base), RECIPES.get(self.base)
+        self.asks_first = ASKS_FIRST.get(self.base)
         self.route = ROUTES[self.kind]
 
     def _read_schema(self, schema: torch._C.FunctionSchema) -> None:
@@ -63,7 +63,6 @@ class Operator:
         self.names = [a.name for a in schema.arguments]
         self.positions = {name: position for position, name in enumerate(self.names)}
         self._defaults = {}
-        self.is_sum = self.base == "add"
         self.is_index = "index" in self.base and "indices" in self.names
         self.crosses = self.base in _CROSSES_DEVICES
         self.written = {a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack, _pop_mode, _push_mode
 
@@ -24,6 +25,14 @@ class ThreadState(threading.local):
 
 
 this_thread = ThreadState()
+
+
+class OfEachThread(threading.local):
+    """Attributes that each thread has for itself, with these values at first."""
+
+    def __init__(self, **values: Any) -> None:
+        vars(self).update(values)
+
 
 OWN_THREAD = "virtual_gpus"  # how the names of this package's threads begin: they issue no operators
 

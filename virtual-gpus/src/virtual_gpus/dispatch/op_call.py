@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from functools import partial
@@ -19,8 +18,6 @@ from virtual_gpus.placement.random_numbers import count_draws, default_generator
 from virtual_gpus.placement.storages import gpu_of, place_all, put, scratch, tensors_in
 from virtual_gpus.threads import this_thread
 
-_FRESH = (object(),)  # a tuple that alone holds its element
-
 
 class OpCall:
     """Made once per operator, in `__torch_dispatch__`; everything that handles the operator is given this object.
@@ -29,19 +26,18 @@ class OpCall:
     later as the kernel gets them. tensors: all that were among them as they were passed. gpu: the GPU that is on of the
     first tensor that has one, where the operator runs; None if there is none. is_plain: True if all tensors have a
     storage of their own on that GPU. is_usual: False if one has none, as sparse ones, if C++ made it for itself, or if
-    its GPU is off. is_lent: True if a sum of a backward pass got its first tensor from C++ and no Python object holds
-    that tensor. It is asked first of all, while the dispatcher's tuple alone has it.
+    its GPU is off. answer: what a feature found before `args` had another holder (`operators.ASKS_FIRST`).
 
     A recipe (see `features.recipes`) takes it and runs the kernel as CUDA would use memory for it.
     """
 
-    __slots__ = ("args", "func", "gpu", "is_lent", "is_plain", "is_usual", "kernel", "kwargs", "op", "tensors")
+    __slots__ = ("answer", "args", "func", "gpu", "is_plain", "is_usual", "kernel", "kwargs", "op", "tensors")
 
     def __init__(self, func: torch._ops.OpOverload, args: tuple, kwargs: dict[str, Any]):
         self.func, self.args, self.kwargs = func, args, kwargs
         self.op = op = KNOWN.get(id(func)) or operator(func)
         self.kernel = op.kernel
-        self.is_lent = op.is_sum and this_thread.in_backward and _is_lent(args)
+        self.answer = None if op.asks_first is None else op.asks_first(args)
         self.tensors = tensors = []
         for value in args[: op.takes_first]:  # `tensors_in`, without its call: this runs for every operator
             if isinstance(value, torch.Tensor):
@@ -110,22 +106,6 @@ class OpCall:
     def scratch(self, *sizes: int) -> AbstractContextManager[None]:
         """Blocks that CUDA's kernel takes on the way, in order: `with call.scratch(nbytes):`. Raises OutOfMemory."""
         return scratch(self.gpu, *sizes)
-
-
-def _is_lent(args: tuple) -> bool:
-    """True if C++ holds the first of `args` and Python does only in this tuple, which the dispatcher made.
-
-    C++ keeps one reference to the Python object of a tensor that it holds (c10/util/intrusive_ptr.h). It takes a
-    gradient as its own if that reference is the only one (is_tensor_stealable in torch/csrc/autograd/variable.h).
-    How many more references Python counts on the way depends on its version: both terms have them. Callers may have no
-    name for the tensor itself.
-    """
-    return bool(args) and _references(args) - _references(_FRESH) == 1
-
-
-def _references(args: tuple) -> int:
-    """How many hold the first of `args`, this tuple included, and the reference that the question itself takes."""
-    return sys.getrefcount(args[0])
 
 
 # ---- kernels ---------------------------------------------------------------------------------------------------------

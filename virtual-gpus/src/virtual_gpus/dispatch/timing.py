@@ -33,10 +33,10 @@ _elements, _itemsize = torch.Tensor.numel, torch.Tensor.element_size
 
 
 def charge_op(call: OpCall, result: Any) -> None:
-    """Put one operator on the GPU's clock. result: as it returned it."""
+    """Put one operator on the GPU's clock, unless the machine's charger takes it. result: as it returned it."""
     gpu, op, tensors = call.gpu, call.op, call.tensors
-    clock, fusion = gpu.machine.clock, gpu.machine.fusion
-    if fusion is not None and fusion.takes(call, result):
+    clock, charger = gpu.machine.clock, gpu.machine.charger
+    if charger is not None and charger.takes(call, result):
         return
     if op.is_view:
         clock.spend(clock.host.view, gpu.slot)
@@ -68,9 +68,9 @@ def charge_op(call: OpCall, result: Any) -> None:
 def _issue(gpu: VirtualGPU, name: str, tensors, seconds: float, host: float, further: float, call=None) -> None:
     """Kernels in the current stream, which wait for what they read. call: whose measured seconds win."""
     clock, stream = gpu.machine.clock, gpu.of_thread.stream
-    if gpu.machine.fusion is not None:
+    if gpu.machine.charger is not None:
         tensors = list(tensors)
-        gpu.machine.fusion.write(gpu, tensors)
+        gpu.machine.charger.before(gpu, tensors)
     if call is not None and gpu.machine.measured is not None:
         seconds = gpu.machine.measured.seconds(key_of(call.func, call.args, call.kwargs), seconds)
     if clock.tracks[gpu.slot].late:  # asked here too, which spares the call

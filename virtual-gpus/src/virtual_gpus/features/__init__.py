@@ -11,7 +11,9 @@ have these names, which are all that the package knows of it:
     ON_THE_HOST      by base name: the arguments that CUDA wants, or takes, on the CPU
     MIXTURES         by base name: given an `OpCall`, an argument's name, the device of those before it and its own, the
                      error for it, or None for the usual one
+    ASKS_FIRST       by base name: given an operator's arguments before they have another holder, `OpCall.answer`
     ROUTES           by kind of operator (`operators.Operator.kind`): what is done with one
+    LASTING          files of PyTorch whose calls into C++ make tensors once and fill them later
     prepare()        called before the patches go in, when the first virtual GPUs go on
     forget()         called before the patches are taken out, when the last ones go off
     start(machine)   called before the GPUs of a machine go on
@@ -35,6 +37,7 @@ from virtual_gpus.clock import cost
 from virtual_gpus.dispatch import routes
 from virtual_gpus.machine import VirtualMachine
 from virtual_gpus.patches import captured, table
+from virtual_gpus.placement import creation_sites
 
 MODULES: list[ModuleType] = [
     importlib.import_module(found.name) for found in pkgutil.walk_packages(__path__, f"{__name__}.")
@@ -55,10 +58,11 @@ def _merged(name: str) -> dict[str, Any]:
     return merged
 
 
-for _name in ("RECIPES", "CHECKS", "CPU_KERNELS", "ON_THE_HOST", "MIXTURES"):
+for _name in ("RECIPES", "CHECKS", "CPU_KERNELS", "ON_THE_HOST", "MIXTURES", "ASKS_FIRST"):
     getattr(operators, _name).update(_merged(_name))
 cost.CLASSES.update(_merged("COSTS"))
 operators.ROUTES.update(routes.ROUTES | _merged("ROUTES"))
+creation_sites.LASTING.update(*_offered("LASTING"))
 
 
 def patches() -> list[table.Patch]:
@@ -85,15 +89,11 @@ def stop(machine: VirtualMachine) -> None:
 
 
 def install() -> None:
-    """Put all patches in. Called when the first virtual GPUs go on."""
+    """Put all patches in. Called when the first virtual GPUs go on. After an error, `uninstall` has to follow."""
     captured.watch()
-    try:
-        for prepare in _offered("prepare"):
-            prepare()
-        table.put_in(patches())
-    except BaseException:
-        uninstall()
-        raise
+    for prepare in _offered("prepare"):
+        prepare()
+    table.put_in(patches())
 
 
 def uninstall() -> None:

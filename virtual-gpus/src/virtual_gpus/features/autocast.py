@@ -28,6 +28,7 @@ import torch
 from virtual_gpus.dispatch import routes
 from virtual_gpus.dispatch.op_call import OpCall
 from virtual_gpus.placement.storages import gpu_of, has_values
+from virtual_gpus.threads import OfEachThread
 
 _KEY = torch._C.DispatchKey.AutocastCUDA
 _FP32 = torch.float32
@@ -47,13 +48,8 @@ _raw_clear = torch.clear_autocast_cache
 _raw = {name: getattr(_Scaler, name) for name in ("_maybe_opt_step", "get_scale", "_get_growth_tracker")}
 _registering = threading.Lock()
 _library: list[torch.library.Library] = []
-
-
-class _InThisThread(threading.local):
-    casts = False  # while `torch.autocast("cuda")` is on and the operator that is called has not been cast yet
-
-
-_in_this_thread = _InThisThread()
+# casts: while `torch.autocast("cuda")` is on and the operator that is called has not been cast yet
+_in_this_thread = OfEachThread(casts=False)
 
 
 # ---- in which precision each operator runs --------------------------------------------------------------------------
@@ -190,10 +186,6 @@ def _casting_to(dtype_for):
     return policy
 
 
-def _widest_of_all(args, kwargs) -> torch.dtype:
-    return widest((*args, *kwargs.values()), _lower_dtype("cuda"))
-
-
 def _to_fp32_results(op):
     position = [argument.name for argument in op._schema.arguments].index("dtype")
 
@@ -221,7 +213,7 @@ _POLICIES = {
     **dict.fromkeys(LOWER_PRECISION, _casting_to(lambda args, kwargs: _lower_dtype("cuda"))),
     **dict.fromkeys(FP32, _casting_to(lambda args, kwargs: _FP32)),
     **dict.fromkeys(FP32_SET_OPT_DTYPE, _to_fp32_results),
-    **dict.fromkeys(PROMOTE, _casting_to(_widest_of_all)),
+    **dict.fromkeys(PROMOTE, _casting_to(lambda args, kwargs: widest((*args, *kwargs.values()), _lower_dtype("cuda")))),
     **dict.fromkeys(BANNED, _banned),
 }
 
@@ -240,10 +232,6 @@ def composite(call: OpCall):
 ROUTES = {"composite": composite}
 
 
-def _is_on() -> bool:
-    return _enabled("cuda") and _in_this_thread.casts
-
-
 def casting(name: str):
     """Decorator for a patch of operator `name` ("scaled_dot_product_attention"): under autocast it is given the cast
     inputs and runs without autocast, as the operator's own kernel would. `name` must be in one of the first two lists
@@ -255,7 +243,8 @@ def casting(name: str):
 
         @functools.wraps(function)
         def cast_first(*args, **kwargs):
-            return (kernel if _is_on() else function)(*args, **kwargs)
+            casts = _enabled("cuda") and _in_this_thread.casts
+            return (kernel if casts else function)(*args, **kwargs)
 
         return cast_first
 

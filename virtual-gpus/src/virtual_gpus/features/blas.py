@@ -23,17 +23,11 @@ from virtual_gpus.dispatch.op_call import OpCall
 from virtual_gpus.machine import VirtualGPU, active
 from virtual_gpus.memory_model import blas_workspaces
 from virtual_gpus.placement.storages import ScratchBlock, nbytes
-from virtual_gpus.threads import this_thread
+from virtual_gpus.threads import OfEachThread, this_thread
 from virtual_gpus.versions import LT_FOR_MATRICES_AS_BIAS
 
 _LT_TYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-
-
-class _InThisThread(threading.local):
-    worker: object | None = None  # the replica of DataParallel whose thread this one stands in for
-
-
-in_this_thread = _InThisThread()
+in_this_thread = OfEachThread(worker=None)  # the replica of DataParallel whose thread this one stands in for
 
 
 class Handles:

@@ -380,10 +380,7 @@ class _IssuedByGPU(dict[int, _Issued]):
 
 
 def prepare() -> None:
-    """Switch PyTorch's own checks off (torch/cuda/_sanitizer.py), a mode that TORCH_CUDA_SANITIZER has put on.
-
-    They ask the driver at every operator, and see no wait of a virtual stream.
-    """
+    """Switch PyTorch's own checks off, which TORCH_CUDA_SANITIZER put on: they ask the driver at every operator."""
     module = sys.modules.get("torch.cuda._sanitizer")
     if module is not None and module.cuda_sanitizer.dispatch in _get_current_dispatch_mode_stack()[-1:]:
         _sanitizers.append(module.cuda_sanitizer)

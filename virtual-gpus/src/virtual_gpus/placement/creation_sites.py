@@ -17,8 +17,8 @@ from virtual_gpus.placement.storages import HostStorage, gpu_of, storages
 from virtual_gpus.threads import this_thread
 
 Site = tuple[int, int] | str
-ANY_TIME = "any time"  # DDP's reducer makes its buckets once and fills them later; so does a backward pass with zeros
-_REDUCER = ("nn/parallel/distributed.py", "nn\\parallel\\distributed.py")
+ANY_TIME = "any time"  # of what is made once and filled later, as a backward pass does with zeros
+LASTING: set[str] = set()  # filled from above (`features`): files of PyTorch whose calls into C++ make such tensors
 
 
 def calling_site() -> Site:
@@ -26,7 +26,7 @@ def calling_site() -> Site:
     frame = calling_frame()
     if is_entrance(frame.f_code):
         return f"thread {threading.get_ident()}"  # gloo's, in which no Python instruction is running
-    if frame.f_code.co_filename.endswith(_REDUCER):
+    if frame.f_code.co_filename in LASTING:
         return ANY_TIME
     return id(frame), frame.f_lasti
 

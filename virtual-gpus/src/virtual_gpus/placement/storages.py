@@ -34,24 +34,20 @@ class HostStorage:
     """
 
     __slots__ = ("__weakref__", "creation_site", "pinned")
-    gpu = product_site = None
+    gpu = None
 
     def __init__(self, creation_site=None, pinned: bool = False):
         self.creation_site, self.pinned = creation_site, pinned
 
 
 class StorageAllocation:
-    """The record of a storage on a GPU, with its block. When it dies, the allocator has the block back.
+    """The record of a storage on a GPU, with its block. When it dies, the allocator has the block back."""
 
-    product_site: the Python instruction that made it as a matrix product, see `features.recipes.accumulation`; else
-    None.
-    """
-
-    __slots__ = ("__weakref__", "block", "gpu", "nbytes", "product_site")
+    __slots__ = ("__weakref__", "block", "gpu", "nbytes")
     creation_site, pinned = None, False
 
     def __init__(self, gpu: VirtualGPU, nbytes: int):
-        self.gpu, self.nbytes, self.product_site = gpu, nbytes, None
+        self.gpu, self.nbytes = gpu, nbytes
         self.block = gpu.allocate(nbytes, self)
 
     def resize(self, nbytes: int) -> None:

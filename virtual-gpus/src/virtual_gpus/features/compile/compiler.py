@@ -78,7 +78,7 @@ def _fused(function: Callable[..., Any]) -> Callable[..., Any]:
         machine, before = active(), in_this_thread.compiled
         if machine is None or machine.settings.compile != "modelled":
             return function(*args, **kwargs)
-        machine.fusion = machine.fusion or Fusion()
+        machine.charger = machine.charger or Fusion()
         in_this_thread.compiled = True
         try:
             return function(*args, **kwargs)

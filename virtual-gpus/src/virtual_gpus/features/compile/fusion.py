@@ -7,7 +7,6 @@ read again until an operator that is not fused needs it, and is then written onc
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Iterable
 from typing import Any
@@ -19,14 +18,10 @@ from virtual_gpus.dispatch.op_call import OpCall
 from virtual_gpus.dispatch.timing import await_tensors
 from virtual_gpus.machine import VirtualGPU
 from virtual_gpus.placement.storages import allocation_of, nbytes, tensors_in
-from virtual_gpus.threads import this_thread
+from virtual_gpus.threads import OfEachThread, this_thread
 
-
-class _InThisThread(threading.local):
-    compiled = False  # while a function runs that torch.compile gave back, with `compile="modelled"`
-
-
-in_this_thread = _InThisThread()
+# compiled: while a function runs that torch.compile gave back, with `compile="modelled"`
+in_this_thread = OfEachThread(compiled=False)
 
 
 class Fusion:
@@ -50,8 +45,8 @@ class Fusion:
                 self._unwritten[id(allocation)] = allocation
         return True
 
-    def write(self, gpu: VirtualGPU, tensors: Iterable[torch.Tensor]) -> None:
-        """Charge what an operator that is not fused reads, if it is not written yet."""
+    def before(self, gpu: VirtualGPU, tensors: Iterable[torch.Tensor]) -> None:
+        """Charge the writing of what an operator that is not fused reads, if it is not written yet."""
         self._charge(gpu, "fused", tensors, unwritten=True)
 
     def _charge(self, gpu: VirtualGPU, name: str, tensors: Iterable[torch.Tensor], unwritten: bool) -> None:

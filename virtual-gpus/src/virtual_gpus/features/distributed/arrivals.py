@@ -6,7 +6,6 @@ called; the host goes on.
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
@@ -16,15 +15,11 @@ import torch
 from virtual_gpus.features.distributed.groups import row_of
 from virtual_gpus.machine import VirtualGPU
 from virtual_gpus.placement.storages import allocation_of, gpu_of, tensors_in
+from virtual_gpus.threads import OfEachThread
 
 _ends: weakref.WeakKeyDictionary[Any, tuple[VirtualGPU, Any]] = weakref.WeakKeyDictionary()  # of works that Python has
-
-
-class _InThisThread(threading.local):
-    collective: Any = None  # the GPU and the end of the one that was issued last, for its Work
-
-
-_in_this_thread = _InThisThread()
+# collective: the GPU and the end of the one that was issued last, for its Work
+_in_this_thread = OfEachThread(collective=None)
 
 
 class Lane(NamedTuple):

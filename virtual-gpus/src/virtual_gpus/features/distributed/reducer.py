@@ -19,6 +19,7 @@ from virtual_gpus.placement.storages import gpu_of, has_values, place
 
 _raw_broadcast_coalesced = getattr(torch.distributed, "_broadcast_coalesced", None)  # of builds with distributed
 _raw_verify = getattr(torch.distributed, "_verify_params_across_processes", None)
+LASTING = {torch.nn.parallel.distributed.__file__}  # the reducer's buckets
 
 
 class _Buckets(TorchDispatchMode):

@@ -8,15 +8,32 @@ its first term over, so that memory is as without a mode.
 
 from __future__ import annotations
 
+import sys
+import weakref
+
 import torch
 
 from virtual_gpus.dispatch.op_call import OpCall
 from virtual_gpus.entrance import calling_frame
-from virtual_gpus.threads import this_thread
+from virtual_gpus.threads import OfEachThread, this_thread
 
 # What C++ counts while the engine holds a gradient alone: references to its storage and to the tensor.
 _ALONE = (2, 4)
 _ENGINE = ("autograd/graph.py", "autograd\\graph.py")
+_FRESH = (object(),)  # a tuple that alone holds its element
+# product: where the last one that `matmul` gave a shape lives, and the Python instruction that asked for it
+_in_this_thread = OfEachThread(product=(lambda: None, None))
+
+
+def is_lent(args: tuple) -> bool:
+    """True in a backward pass if C++ holds the first of `args` and Python does only in this tuple of the dispatcher's.
+
+    C++ keeps one reference to the Python object of a tensor that it holds (c10/util/intrusive_ptr.h). It takes a
+    gradient as its own if that reference is the only one (is_tensor_stealable in torch/csrc/autograd/variable.h).
+    How many more references Python counts on the way depends on its version: both terms have them. Callers may have no
+    name for the tensor itself.
+    """
+    return this_thread.in_backward and bool(args) and sys.getrefcount(args[0]) - sys.getrefcount(_FRESH[0]) == 1
 
 
 def add(call: OpCall):
@@ -30,7 +47,7 @@ def add(call: OpCall):
 
 def _engine_adds(call: OpCall, first, second) -> bool:
     """True if the engine itself adds two gradients, and holds the first one alone."""
-    if not call.is_lent or first.shape != second.shape or first.dtype != second.dtype or torch.is_grad_enabled():
+    if not call.answer or first.shape != second.shape or first.dtype != second.dtype or torch.is_grad_enabled():
         return False
     if not calling_frame().f_code.co_filename.endswith(_ENGINE):
         return False
@@ -40,16 +57,17 @@ def _engine_adds(call: OpCall, first, second) -> bool:
 
 def _linear_adds(call: OpCall, product: torch.Tensor) -> bool:
     """True if one call of `linear` made the product and now adds a vector, the bias."""
-    site = product.untyped_storage()._record.product_site
-    return site is not None and site == call.site
+    last, site = _in_this_thread.product
+    return last() is product.untyped_storage()._record and site == call.site
 
 
 def reshape_product(call: OpCall):
     """`matmul` gives its product the shape of its inputs; the Python instruction that asked for it is noted."""
     result = call.run()
     if result.dim() > 2:
-        result.untyped_storage()._record.product_site = call.site
+        _in_this_thread.product = weakref.ref(result.untyped_storage()._record), call.site
     return result
 
 
+ASKS_FIRST = {"add": is_lent}
 RECIPES = {"add": add, "_unsafe_view": reshape_product}
