@@ -109,8 +109,8 @@ What is not modelled, and what differs:
   ThreadPoolExecutor or an event loop see them for each call. If the GPUs are stopped in a different thread from the one
   that started them, an idle dispatch mode stays active in the starting thread until it starts and stops GPUs again.
 - `torch.use_deterministic_algorithms(True)` refuses the operators that CUDA refuses, as far as
-  `virtual_gpus.features.recipes.refusals` lists them. Their results here are the same in every run, with and without
-  it.
+  `refusals` and `losses` in `virtual_gpus.features.recipes` list them. Their results here are the same in every run,
+  with and without it.
 - The inference fast path of `nn.MultiheadAttention` and `nn.TransformerEncoder` is off: layers run operator by operator
   in evaluation too, and padded samples stay padded.
 - When virtual GPUs are switched off, their tensors become ordinary CPU tensors, or meta tensors with `shapes_only`. If

@@ -13,7 +13,7 @@ from math import prod
 
 import torch
 
-from virtual_gpus.clock.cost import FITTED, OperatorClass, moves
+from virtual_gpus.clock.cost import FITTED, OperatorClass
 from virtual_gpus.clock.work import Cost, Operation
 from virtual_gpus.dispatch import known
 from virtual_gpus.dispatch.op_call import OpCall
@@ -280,10 +280,9 @@ def _group_norm_cost(work: Operation) -> Cost:
 
 
 COSTS = {
-    # Without training, it reads and writes once.
+    # Without training, it reads and writes once, as `sync_batch_norm` has it.
     "native_batch_norm": OperatorClass(
         _batch_norm_cost, depends_on_strides=True, unless=("training", "batch_norm_elemt")),
     "native_batch_norm_backward": OperatorClass(_batch_norm_cost, depends_on_strides=True),
-    "batch_norm_elemt": moves("copied_in", lambda work: 2 * work.outputs[0].nbytes, is_fusible=False),
     "native_group_norm": OperatorClass(_group_norm_cost),
 }  # fmt: skip

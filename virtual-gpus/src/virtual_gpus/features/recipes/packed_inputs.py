@@ -2,11 +2,13 @@
 
 The CPU's kernels copy as well, but not always the same inputs, and on no GPU. Most often it is a gradient that was
 expanded from one number, as after `loss.sum()`. Sources: the `contiguous` and `expect_contiguous` calls of
-aten/src/ATen/native/cuda (SoftMax.cu, NLLLoss2d.cu, layer_norm_kernel.cu, group_norm_kernel.cu, DilatedMaxPool2d.cu,
-...) and of aten/src/ATen/native/cudnn/BatchNorm.cpp.
+aten/src/ATen/native/cuda (SoftMax.cu, layer_norm_kernel.cu, group_norm_kernel.cu, DilatedMaxPool2d.cu, ...) and of
+aten/src/ATen/native/cudnn/BatchNorm.cpp.
 """
 
 from __future__ import annotations
+
+from functools import partial
 
 import torch
 
@@ -15,22 +17,16 @@ from virtual_gpus.clock.work import Cost, Operation
 from virtual_gpus.dispatch.op_call import OpCall
 from virtual_gpus.placement.storages import CHANNELS_LAST, nbytes
 
-NO_REDUCTION = 0  # at::Reduction::None
-
 # Operator -> inputs that must be packed with the channels first, in the order of their copies.
 _CHANNELS_FIRST = {
     "_softmax": ("self",),
     "_log_softmax": ("self",),
     "_softmax_backward_data": ("grad_output", "output"),
     "_log_softmax_backward_data": ("grad_output", "output"),
-    "nll_loss2d_forward": ("self", "target"),
-    "nll_loss2d_backward": ("target",),
 }
 # Operator -> inputs that must be packed in either order of channels.
 _PACKED = {
     "embedding": ("indices",),
-    "nll_loss_forward": ("target",),
-    "nll_loss_backward": ("target",),
     "max_pool2d_with_indices": ("self",),
     "max_pool2d_with_indices_backward": ("grad_output", "self"),
     "max_pool3d_with_indices": ("self",),
@@ -63,7 +59,7 @@ def packed_copy(tensor: torch.Tensor | None) -> int:
 
 
 def channels_first_copy(tensor: torch.Tensor) -> int:
-    """The same for kernels that do not know channels last, such as those of a cross entropy over images."""
+    """The same for kernels that do not know channels last, such as that of a cross entropy over images."""
     return 0 if tensor.is_contiguous() else nbytes(tensor)
 
 
@@ -72,29 +68,24 @@ def packed_copies(call: OpCall, names: tuple[str, ...], copy_of=packed_copy) -> 
     return [size for name in names if (size := copy_of(call[name]))]
 
 
-def _recipe(names: tuple[str, ...], copy_of):
-    def run_and_pack(call: OpCall):
-        """These kernels have their results first. That of a loss per pixel takes any strides (NLLLoss2d.cu)."""
-        if call.op.base.startswith("nll_loss2d") and call["reduction"] == NO_REDUCTION:
-            return call.run()
-        sizes = packed_copies(call, names, copy_of)
-        result = call.run()
-        with call.scratch(*sizes):
-            return result
-
-    return run_and_pack
+def run_packed(call: OpCall, names: tuple[str, ...], copy_of=packed_copy):
+    """Run a kernel that has its results first, then copies of the named inputs."""
+    sizes = packed_copies(call, names, copy_of)
+    result = call.run()
+    with call.scratch(*sizes):
+        return result
 
 
 RECIPES = {
-    **{name: _recipe(inputs, packed_copy) for name, inputs in _PACKED.items()},
-    **{name: _recipe(inputs, channels_first_copy) for name, inputs in _CHANNELS_FIRST.items()},
+    **{op: partial(run_packed, names=inputs) for op, inputs in _PACKED.items()},
+    **{op: partial(run_packed, names=inputs, copy_of=channels_first_copy) for op, inputs in _CHANNELS_FIRST.items()},
 }
 
 
-def _pool_backward(work: Operation) -> Cost:
+def _pool_backward(operation: Operation) -> Cost:
     fitted = FITTED["pool_backward"]
-    share = fitted["share_channels_last" if work.inputs[1].channels_last else "share"]
-    return Cost(fitted["floor"] * work.kernel + work.reading(work.nbytes, share), 1)
+    share = fitted["share_channels_last" if operation.inputs[1].channels_last else "share"]
+    return Cost(fitted["floor"] * operation.kernel + operation.reading(operation.nbytes, share), 1)
 
 
 COSTS = {"max_pool2d_with_indices_backward": OperatorClass(_pool_backward, depends_on_strides=True)}

@@ -1,8 +1,8 @@
 """What CUDA refuses before it runs an operator, in its words.
 
-Among it are the operators that CUDA refuses, or warns of, under `torch.use_deterministic_algorithms(True)`. Source: the
-calls of `alertNotDeterministic` in PyTorch's aten/src/ATen/native/cuda, as they are in the CUDA libraries of 2.11 to
-2.15. What the CPU's kernel refuses under the same name, such as max_unpool2d, is not repeated here.
+Among it are the operators that CUDA refuses, or warns of, under `torch.use_deterministic_algorithms(True)`, except
+losses (`losses`). Source: the calls of `alertNotDeterministic` in PyTorch's aten/src/ATen/native/cuda, as they are in
+the CUDA libraries of 2.11 to 2.15. What the CPU's kernel refuses itself, such as max_unpool2d, is not repeated here.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import torch
 from torch._prims_common import alert_not_deterministic
 
 from virtual_gpus.dispatch.op_call import OpCall
-from virtual_gpus.features.recipes.packed_inputs import NO_REDUCTION
 
 _WITH_CUDA = """avg_pool3d_backward adaptive_max_pool2d_backward fractional_max_pool2d_backward
 fractional_max_pool3d_backward grid_sampler_2d_backward grid_sampler_3d_backward max_pool3d_with_indices_backward
@@ -27,7 +26,6 @@ _ALERTS |= {name: f"{name.removeprefix('_')}_out_cuda" for name in _WITH_OUT_CUD
 _ALERTS |= {
     "_adaptive_avg_pool2d_backward": "adaptive_avg_pool2d_backward_cuda",
     "_adaptive_avg_pool3d_backward": "adaptive_avg_pool3d_backward_cuda",
-    "_ctc_loss_backward": "ctc_loss_backward_gpu",
     "_embedding_bag_backward": "embedding_bag_backward_cuda_max",
     "_embedding_bag_dense_backward": "embedding_bag_backward_cuda_max",
     "bincount": "_bincount_cuda",
@@ -36,7 +34,6 @@ _ALERTS |= {
     "index_reduce_": "index_reduce_cuda",
     "median": "median CUDA with indices output",
     "nanmedian": "median CUDA with indices output",
-    "nll_loss2d_forward": "nll_loss2d_forward_out_cuda_template",
     "put": "put_",
     "put_": "put_",
     "scatter": "scatter_reduce_cuda_kernel",
@@ -66,7 +63,6 @@ _ONLY_IF: dict[str, Callable[[OpCall], bool]] = {
     "bincount": lambda call: call["weights"] is not None,
     "grid_sampler_2d_backward": _without_cudnn,
     "histc": lambda call: call["self"].is_floating_point(),
-    "nll_loss2d_forward": lambda call: call["reduction"] != NO_REDUCTION,
 }
 _ONLY_IF |= dict.fromkeys(("_embedding_bag_backward", "_embedding_bag_dense_backward"), lambda c: c["mode"] == _MAX)
 _ONLY_IF |= dict.fromkeys(("median", "nanmedian"), lambda call: len(call.func._schema.returns) == 2)  # with indices

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import torch
 
+from virtual_gpus.clock.cost import moves
 from virtual_gpus.dispatch.op_call import OpCall
 from virtual_gpus.threads import below
 
@@ -93,3 +94,4 @@ RECIPES = {
     "batch_norm_backward_reduce": backward_reduce,
     "batch_norm_backward_elemt": backward_elemt,
 }
+COSTS = {"batch_norm_elemt": moves("copied_in", lambda operation: 2 * operation.outputs[0].nbytes, is_fusible=False)}

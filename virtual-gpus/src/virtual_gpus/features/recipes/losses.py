@@ -1,0 +1,106 @@
+"""Losses on CUDA: memory, time and what is refused of each (aten/src/ATen/native/Loss.cpp, Activation.cpp).
+
+`mse_loss` and `smooth_l1_loss` reduce into the storage that was made for the loss of every element: the scalar keeps
+all of it alive. Their meta kernels make a small one, so with shapes only the size must be put right.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch._prims_common import alert_not_deterministic
+
+from virtual_gpus.clock.cost import FITTED, OperatorClass, bytes_of
+from virtual_gpus.clock.work import Cost, Operation
+from virtual_gpus.dispatch.op_call import OpCall
+from virtual_gpus.features.recipes.packed_inputs import channels_first_copy, run_packed
+from virtual_gpus.features.recipes.reductions import take_buffers
+from virtual_gpus.placement.storages import StorageAllocation, nbytes, put
+
+_NO_REDUCTION = 0  # at::Reduction::None
+
+
+def nll_loss(call: OpCall):
+    """The loss of classes, for rows of scores."""
+    return run_packed(call, ("target",))
+
+
+def nll_loss_of_images(call: OpCall):
+    """The loss of classes, for images of scores. A loss per pixel takes any strides (cuda/NLLLoss2d.cu)."""
+    if call["reduction"] == _NO_REDUCTION:
+        return call.run()
+    inputs = ("self", "target") if call.op.base.endswith("forward") else ("target",)
+    return run_packed(call, inputs, channels_first_copy)
+
+
+def refuse_sum_of_pixels(call: OpCall) -> None:
+    """CUDA has no deterministic algorithm for it."""
+    if call["reduction"] != _NO_REDUCTION:
+        alert_not_deterministic("nll_loss2d_forward_out_cuda_template")
+
+
+def _nll_cost(operation: Operation) -> Cost:
+    """One thread adds up many rows."""
+    fitted, forward = FITTED["nll_loss"], operation.name.endswith("forward")
+    rows, per_row = operation.inputs[not forward].shape[0], fitted["per_row" if forward else "per_row_backward"]
+    written = 0 if forward else bytes_of(operation.outputs)
+    seconds = operation.kernel * (fitted["floor"] + per_row * rows) + operation.reading(written)
+    return Cost(seconds, 1 if not written else 2)
+
+
+def reduced_in_place(call: OpCall):
+    """A loss per element, summed up into the same storage by way of a second one."""
+    if call["reduction"] == _NO_REDUCTION:
+        return call.run()
+    result = call.compute()
+    shape, other = call["self"].shape, call["target"].shape
+    if other != shape:
+        shape = torch.broadcast_shapes(shape, other)  # its first call imports sympy, for half a second
+    whole = torch.Size(shape).numel() * result.element_size()
+    put(result, StorageAllocation(call.gpu, whole))
+    with call.scratch(whole):
+        take_buffers(call, torch.empty(shape, device="meta", dtype=result.dtype), None, 4)
+    return result
+
+
+def reduced(call: OpCall):
+    """A loss per element, then its sum or mean in a storage of its own."""
+    if call["reduction"] == _NO_REDUCTION:
+        return call.run()
+    with call.scratch(nbytes(call["self"])):
+        return call.run()
+
+
+def log_sigmoid(call: OpCall):
+    """The CPU keeps exp(-|x|) for backward; CUDA computes it anew and keeps an empty buffer."""
+    result, kept = call.compute()
+    call.place(result)
+    put(kept, StorageAllocation(call.gpu, 0))
+    return result, kept
+
+
+def with_logits(call: OpCall):
+    """binary_cross_entropy_with_logits: log-sigmoid, the loss per element and a scaled copy, then the reduction."""
+    size = nbytes(call["self"])
+    with call.scratch(size, size):
+        result = call.run()
+        if call["reduction"] != _NO_REDUCTION:
+            take_buffers(call, call["self"], None, 4)
+    return result
+
+
+_NLL = ("nll_loss_forward", "nll_loss_backward")
+_NLL_OF_IMAGES = ("nll_loss2d_forward", "nll_loss2d_backward")
+RECIPES = {
+    **dict.fromkeys(_NLL, nll_loss),
+    **dict.fromkeys(_NLL_OF_IMAGES, nll_loss_of_images),
+    **dict.fromkeys(("mse_loss", "smooth_l1_loss"), reduced_in_place),
+    "huber_loss": reduced,
+    "log_sigmoid_forward": log_sigmoid,
+    "binary_cross_entropy_with_logits": with_logits,
+}
+COSTS = dict.fromkeys(_NLL + _NLL_OF_IMAGES, OperatorClass(_nll_cost))
+CHECKS = {
+    "nll_loss2d_forward": refuse_sum_of_pixels,
+    "_ctc_loss_backward": lambda call: alert_not_deterministic("ctc_loss_backward_gpu"),
+}
+ON_THE_HOST = {"_ctc_loss": {"input_lengths", "target_lengths"}}
