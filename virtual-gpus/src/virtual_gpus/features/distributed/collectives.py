@@ -25,22 +25,9 @@ from virtual_gpus.dispatch import foreach_ops
 from virtual_gpus.dispatch.op_call import OpCall
 from virtual_gpus.dispatch.routes import on_host
 from virtual_gpus.dispatch.timing import await_tensors
-from virtual_gpus.features.distributed import alone
+from virtual_gpus.features.distributed import alone, groups
 from virtual_gpus.features.distributed.agreement import CollectiveMismatch, count, mismatch, number, purpose
 from virtual_gpus.features.distributed.arrivals import Arrival, Lane, begins, gpu_bytes, lane_of, note, occupy, on_gpus
-from virtual_gpus.features.distributed.groups import (
-    carrier,
-    carriers,
-    first_gpu_of,
-    is_alone,
-    is_boxed,
-    is_nccl,
-    kind_of,
-    links_between,
-    links_when_alone,
-    place_of,
-    require_backend,
-)
 from virtual_gpus.features.distributed.messages import RECEIVES, SENDS, on_their_way, send_or_receive
 from virtual_gpus.features.distributed.whereabouts import connect, tell_who_is_missing, wait_for_all
 from virtual_gpus.machine import VirtualGPU
@@ -66,14 +53,14 @@ def meet(call: OpCall, gpus: Sequence[VirtualGPU | None]) -> Meeting | None:
 
     Raises CollectiveMismatch if another rank called something else.
     """
-    gpu, kind = next((gpu for gpu in gpus if gpu is not None), None), kind_of(call.op.base)
+    gpu, kind = next((gpu for gpu in gpus if gpu is not None), None), groups.kind_of(call.op.base)
     group = _group_of(call) if gpu is not None and kind else None
     if type(group) is not torch.distributed.ProcessGroup:  # of a class in Python, which has no backend and no links
         return None
     nbytes = _size(kind, call.args[:2], group)
     if kind == "all_gather" and call.func.namespace != "c10d":
         nbytes *= group.size()  # of the result, which is not there yet
-    what = "" if is_alone(group) else purpose(call, kind, nbytes, group)
+    what = "" if groups.is_alone(group) else purpose(call, kind, nbytes, group)
     return _meet(gpu, group, kind, what, nbytes, call.tensors)
 
 
@@ -130,15 +117,15 @@ def _written(call: OpCall, group) -> list[torch.Tensor]:
 def _meet(
     gpu: VirtualGPU, group, kind: str, what: str, nbytes: int = 0, tensors: Iterable[torch.Tensor] = ()
 ) -> Meeting:
-    first_gpu_of.setdefault(group, gpu)
+    groups.first_gpu_of.setdefault(group, gpu)
     lane = lane_of(group, kind)
     began = begins(gpu, lane, tensors)
-    if is_alone(group):
-        return Meeting(gpu, lane, began, began, links_when_alone(gpu, group), nbytes)
+    if groups.is_alone(group):
+        return Meeting(gpu, lane, began, began, groups.links_when_alone(gpu, group), nbytes)
     count(group)
     connect(group)
     try:
-        numbers = torch.tensor([began, *place_of(gpu), number(what)], dtype=torch.float64, device="cpu")
+        numbers = torch.tensor([began, *groups.place_of(gpu), number(what)], dtype=torch.float64, device="cpu")
         others = [told.tolist() for told in _gathered(group, what, numbers)]
     except CollectiveMismatch:
         raise
@@ -148,10 +135,10 @@ def _meet(
     if any(other[3] != others[0][3] for other in others):
         raise mismatch(group, what, functools.partial(_gathered, group, what))
     places = [(int(host), int(slot)) for _, host, slot, _ in others]
-    if is_nccl(group):
+    if groups.is_nccl(group):
         _refuse_shared_gpus(places)
     start = max(start for start, *_ in others)
-    return Meeting(gpu, lane, began, start, links_between(gpu, group, places), nbytes)
+    return Meeting(gpu, lane, began, start, groups.links_between(gpu, group, places), nbytes)
 
 
 def _carry(meeting: Meeting, made: int = 0) -> float:
@@ -184,7 +171,7 @@ def _gathered(group, what: str, mine: torch.Tensor) -> list[torch.Tensor]:
     """A CPU tensor of every process of the group, in order of rank."""
     with below(), torch._C._DisableTorchDispatch(), torch.no_grad():
         found = [torch.empty_like(mine) for _ in range(group.size())]
-        work = carrier(group).allgather([found], [mine])
+        work = groups.carrier(group).allgather([found], [mine])
         try:
             wait_for_all(work, group, what)
         except CollectiveMismatch:
@@ -202,7 +189,7 @@ def run(call: OpCall) -> Any:
             return alone.collective(call)
         # What C++ sends by operators of c10d may be numbers that CUDA would have on the GPU: those of DDP's reducer.
         if call.func.namespace != "c10d" and "group_name" in call.op.names:
-            require_backend(_group_of(call), "cpu")  # of NCCL's groups; the methods of a group say so themselves
+            groups.require_backend(_group_of(call), "cpu")  # of NCCL's groups; methods of a group say so themselves
         return on_host(call)
     columns, gpus = foreach_ops.columns_of(call)
     meeting = meet(call, gpus)
@@ -210,7 +197,7 @@ def run(call: OpCall) -> Any:
         result = alone.answer(call)
     elif alone.answers(call):
         result = alone.collective(call)
-    elif kind_of(call.op.base) and type(_group_of(call)) is torch.distributed.ProcessGroup:
+    elif groups.kind_of(call.op.base) and type(_group_of(call)) is torch.distributed.ProcessGroup:
         return _carry_out(call, gpus, lambda result: foreach_ops.place_rows(columns, gpus, result), meeting)
     else:
         result = _issue(call)
@@ -241,7 +228,7 @@ def _group_of(call: OpCall):
     if "group_name" in call.op.names:
         group = call["group_name"]
         return torch.distributed.distributed_c10d._resolve_process_group(group) if isinstance(group, str) else group
-    boxed = next((value for value in call.args if is_boxed(value, "ProcessGroup")), None)
+    boxed = next((value for value in call.args if groups.is_boxed(value, "ProcessGroup")), None)
     return None if boxed is None else torch.distributed.ProcessGroup.unbox(boxed)
 
 
@@ -279,14 +266,14 @@ def _carry_out(
 def _issue(call: OpCall, stand_in: Callable[[torch.Tensor], torch.Tensor] | None = None) -> Any:
     """Run the operator in the group that gloo has for it (`carrier`), with a stand-in for each of its tensors."""
     group, given = _group_of(call), (call.args, call.kwargs)  # `wait_tensor` has no group
-    other = None if group is None else carriers.get(group)
+    other = None if group is None else groups.carriers.get(group)
 
     def argument(name: str, value: Any) -> Any:
         if isinstance(value, (list, tuple)) and stand_in is not None:
             return type(value)([argument(name, part) for part in value])
         if isinstance(value, torch.Tensor) and stand_in is not None:
             return stand_in(value)
-        if other is not None and is_boxed(value, "ProcessGroup"):
+        if other is not None and groups.is_boxed(value, "ProcessGroup"):
             return other.boxed()
         return other.group_name if other is not None and name == "group_name" else value
 
@@ -314,7 +301,7 @@ def _await(sent: Any, result: Any) -> None:
     """Wait for what gloo was given, really, and copy the tensors that it made into `result`."""
     parts = sent if isinstance(sent, (list, tuple)) else [sent]
     for i, part in enumerate(parts):
-        if is_boxed(part, "Work"):
+        if groups.is_boxed(part, "Work"):
             torch.distributed.Work.unbox(part).wait()
         elif result is not None:
             arrived = torch.ops._c10d_functional.wait_tensor(part)

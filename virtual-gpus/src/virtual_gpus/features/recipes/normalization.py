@@ -21,16 +21,7 @@ from virtual_gpus.dispatch.timing import charge_kernel
 from virtual_gpus.entrance import entrance
 from virtual_gpus.features.recipes.packed_inputs import packed_copies
 from virtual_gpus.memory_model import power_of_2
-from virtual_gpus.placement.storages import (
-    StorageAllocation,
-    gpu_of,
-    is_wrapper,
-    nbytes,
-    place,
-    place_all,
-    put,
-    scratch,
-)
+from virtual_gpus.placement.storages import StorageAllocation, gpu_of, is_wrapper, nbytes, place_all, put, scratch
 from virtual_gpus.placement.wrappers import arrived, is_dtensor
 from virtual_gpus.threads import below
 
@@ -168,9 +159,10 @@ class RMSNorm(torch.autograd.Function):
 def _rms_forward(input, weight, shape, eps):
     gpu = gpu_of(input)
     result, kept = _below(gpu, _normalized, input, weight, shape, eps)
-    place(result, gpu)
+    place_all(result, gpu)
     charge_kernel(gpu, "native_layer_norm", [input], [result])
-    return result, place(kept, gpu)
+    place_all(kept, gpu)
+    return result, kept
 
 
 def _rms_backward(input, weight, shape, eps, gradient):
