@@ -311,7 +311,7 @@ def test_what_falls_back_to_its_default_and_what_stays():
     assert first == Options(expandable=True, max_split=64 * MIB, gc_threshold=0.5, divisions=4, text=text)
     second = parse("", first)
     assert second == Options(expandable=True)
-    assert not first.plain and not second.plain and parse("per_process_memory_fraction:0.5").plain
+    assert not first.is_default and not second.is_default and parse("per_process_memory_fraction:0.5").is_default
     allowed = [gpu_with(f"per_process_memory_fraction:{part}").device.allowed for part in (0.5, 1.0)]
     assert allowed == [GIB // 2, None]
 

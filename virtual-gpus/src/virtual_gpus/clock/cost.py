@@ -45,7 +45,7 @@ def cost(name, inputs, outputs, spec, precision: str = "fp32", first: int = 0) -
 
 def class_of(name: str) -> OperatorClass:
     """The class of the ATen operator `name`."""
-    return _LISTS if name.startswith(("_foreach_", "_fused_")) else CLASSES.get(name, _PLAIN)
+    return _LISTS if name.startswith(("_foreach_", "_fused_")) else CLASSES.get(name, _READS_AND_WRITES)
 
 
 def _moving(nbytes: Callable[[Operation], float], floor: float, kernels: int = 1, share: float = 1.0):
@@ -82,7 +82,7 @@ def moves(row: str, nbytes: Callable[[Operation], float], is_fusible: bool = Tru
     return OperatorClass(_moving(nbytes, **FITTED[row]), is_fusible)
 
 
-_PLAIN = OperatorClass(_moving(lambda work: work.nbytes, 1))
+_READS_AND_WRITES = OperatorClass(_moving(lambda work: work.nbytes, 1))
 _LISTS = OperatorClass(_lists, is_fusible=False)
 _FREE = OperatorClass(_moving(lambda work: 0, 0, 0), is_fusible=False)
 

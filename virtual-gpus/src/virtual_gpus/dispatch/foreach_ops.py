@@ -46,7 +46,7 @@ def columns_of(call: OpCall) -> tuple[list[Sequence[torch.Tensor]], list[Virtual
     """The lists of tensors among the arguments, and the GPUs of the first. Raises where a row is on several devices."""
     columns = _columns(call)
     first = next(iter(columns), [])
-    if call.is_plain:
+    if call.on_one_gpu:
         return columns, [call.gpu] * len(first)
     if call.op.base.startswith("_") and not call.op.crosses:  # most collectives have no underscore, and their own rules
         _refuse_mixtures(columns)

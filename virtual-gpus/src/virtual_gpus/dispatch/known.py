@@ -24,10 +24,10 @@ _SETTINGS = frozenset((int, float, bool, complex, str, type(None), torch.dtype, 
                        torch.memory_format))  # fmt: skip
 _keys_of = torch._C._dispatch_keys
 _empty_strided = torch._C._VariableFunctions.empty_strided  # not `torch`'s, which is a patch while GPUs are on
-_PLAIN = []  # strided, neither conjugated nor negated nor wrapped
+_KEYS_OF_STRIDED = []  # neither conjugated nor negated nor wrapped
 for _inference in (False, True):
     with torch._C._DisableTorchDispatch(), torch.inference_mode(_inference):  # no operator of the program's modes
-        _PLAIN.append(_keys_of(torch.empty(0, device=_META)))
+        _KEYS_OF_STRIDED.append(_keys_of(torch.empty(0, device=_META)))
 
 
 class _Form(NamedTuple):
@@ -90,7 +90,7 @@ def _part(value: Any, by_element: bool) -> Any:
     """What an answer hangs on in one argument. Raises _Unusual if it may hang on more."""
     kind = type(value)
     if kind is torch.Tensor or kind is torch.nn.Parameter:
-        if _keys_of(value) not in _PLAIN:
+        if _keys_of(value) not in _KEYS_OF_STRIDED:
             raise _Unusual
         return value.shape, value.stride(), value.dtype
     if kind is float and by_element:
@@ -117,7 +117,7 @@ def _form(result, seen: set[int]):
         return type(result)([_form(part, seen) for part in result])
     if result is None:
         return None
-    if type(result) is not torch.Tensor or _keys_of(result) not in _PLAIN or result.storage_offset():
+    if type(result) is not torch.Tensor or _keys_of(result) not in _KEYS_OF_STRIDED or result.storage_offset():
         raise _Unusual
     storage, form = result.untyped_storage(), _Form(tuple(result.shape), result.stride(), result.dtype)
     if storage._cdata in seen or storage.nbytes() != _made(form).untyped_storage().nbytes():

@@ -24,14 +24,14 @@ class OpCall:
 
     func, op: the ATen overload and its facts. kernel: what computes it. args, kwargs: as the dispatcher passed them,
     later as the kernel gets them. tensors: all that were among them as they were passed. gpu: the GPU that is on of the
-    first tensor that has one, where the operator runs; None if there is none. is_plain: True if all tensors have a
-    storage of their own on that GPU. is_usual: False if one has none, as sparse ones, if C++ made it for itself, or if
-    its GPU is off. answer: what a feature found before `args` had another holder (`operators.ASKS_FIRST`).
+    first tensor that has one, where the operator runs; None if there is none. on_one_gpu: True if all tensors have a
+    storage of their own on that GPU. all_placed: False if one has none, as sparse ones, if C++ made it for itself, or
+    if its GPU is off. answer: what a feature found before `args` had another holder (`operators.ASKS_FIRST`).
 
     A recipe (see `features.recipes`) takes it and runs the kernel as CUDA would use memory for it.
     """
 
-    __slots__ = ("answer", "args", "func", "gpu", "is_plain", "is_usual", "kernel", "kwargs", "op", "tensors")
+    __slots__ = ("all_placed", "answer", "args", "func", "gpu", "kernel", "kwargs", "on_one_gpu", "op", "tensors")
 
     def __init__(self, func: torch._ops.OpOverload, args: tuple, kwargs: dict[str, Any]):
         self.func, self.args, self.kwargs = func, args, kwargs
@@ -47,22 +47,22 @@ class OpCall:
         if kwargs and op.takes_by_name:
             tensors += tensors_in(tuple(kwargs.values()))
         gpu: VirtualGPU | None = None
-        is_plain = is_usual = True
+        on_one_gpu = all_placed = True
         for tensor in tensors:
             try:
                 record = tensor.untyped_storage()._record
                 where = record.gpu  # `gpu_of`, without its calls
             except (NotImplementedError, RuntimeError):
-                where, is_plain, is_usual = gpu_of(tensor), False, False
+                where, on_one_gpu, all_placed = gpu_of(tensor), False, False
             if where is None:
-                is_plain, is_usual = False, is_usual and record.creation_site is None
+                on_one_gpu, all_placed = False, all_placed and record.creation_site is None
             elif not where.machine.on:
-                is_plain = is_usual = False
+                on_one_gpu = all_placed = False
             elif gpu is None:
                 gpu = where
             elif where is not gpu:
-                is_plain = False
-        self.gpu, self.is_plain, self.is_usual = gpu, is_plain and gpu is not None, is_usual
+                on_one_gpu = False
+        self.gpu, self.on_one_gpu, self.all_placed = gpu, on_one_gpu and gpu is not None, all_placed
 
     def __getitem__(self, name: str) -> Any:
         """An argument by its name in the schema, or its default."""

@@ -26,7 +26,7 @@ _COMPOSITE = (torch._C.DispatchKey.CompositeExplicitAutograd, torch._C.DispatchK
 
 def ordinary(call: OpCall) -> Any:
     """Most operators, with all tensors on one GPU."""
-    if not call.is_plain:
+    if not call.on_one_gpu:
         return on_host(call) if call.gpu is None else particular(call)
     result = call.run() if call.op.recipe is None else call.op.recipe(call)
     charge_op(call, result)
@@ -40,14 +40,14 @@ def particular(call: OpCall) -> Any:
         return on_host(call)
     if op.check is not None:
         op.check(call)
-    if not call.is_plain:
+    if not call.on_one_gpu:
         resolve_common_device(call)
     valueless.prepare(call)
     reads = op.needs_values and not valueless.size_is_known(call)
     if reads and call.gpu.machine.shapes_only:
         charge_read(call)
         return valueless.value(call)
-    is_dense = call.is_plain or all(map(has_storage, call.tensors))  # CUDA has other kernels for sparse tensors
+    is_dense = call.on_one_gpu or all(map(has_storage, call.tensors))  # CUDA has other kernels for sparse tensors
     result = op.recipe(call) if op.recipe is not None and is_dense else call.run()
     if reads:
         charge_read(call)
@@ -82,10 +82,10 @@ def on_host(call: OpCall) -> Any:
     """An operator on CPU tensors. What C++ computes from a helper of its own in the same call is such a helper too."""
     if call.op.has_generator:
         refuse_gpu_generator(call)
-    for former in filter(None, map(former_gpu_of, call.tensors if not call.is_usual else ())):
+    for former in filter(None, map(former_gpu_of, call.tensors if not call.all_placed else ())):
         errors.warn_of_gpu_that_is_off(former, calling_frame())
     result = call.kernel(*call.args, **call.kwargs)
-    if not call.is_usual and isinstance(result, torch.Tensor):
+    if not call.all_placed and isinstance(result, torch.Tensor):
         site = call.site
         sites = {storage._record.creation_site for tensor in call.tensors for storage in storages(tensor)} - {None}
         if site in sites or (sites and this_thread.in_backward):

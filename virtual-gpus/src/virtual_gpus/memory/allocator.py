@@ -71,7 +71,7 @@ class CachingAllocator:
         self.oom_observers: list[Callable[[OutOfMemory], None]] = []
         self.clock: Any = None
         self.options = Options()
-        self._always_plain = True  # no options that change which free block serves a request were ever set
+        self._always_default = True  # no options that change which free block serves a request were ever set
         self._max_split = -1  # as the statistics show it: what held when CUDA started
         self._stats = AllocatorStats()
         self.device = DeviceMemory(capacity, context, first_address, self._stats, self.observers)
@@ -186,19 +186,19 @@ class CachingAllocator:
         """A used block, or None when memory ran out. The last step, entering it in _live, makes it so."""
         if self._waits.waiting:
             self._complete_waits()
-        options, plain = self.options, self._always_plain
-        size = (nbytes + 511) & -512 if plain else options.rounded(nbytes)
+        options, default = self.options, self._always_default
+        size = (nbytes + 511) & -512 if default else options.rounded(nbytes)
         small = size <= SMALL_REQUEST
         pool = (self._small_pools if small else self._large_pools).get(stream) or self._new_pool(small, stream)
         free, tally = pool.free, pool.tally
         i = bisect_left(free, (size,))
-        if not plain:
+        if not default:
             i = self._search(pool, size, i)
         block = free.pop(i)[2] if i < len(free) else self._obtain(pool, size)
         if block is None:
             return None
         remaining, was_split = block.size - size, block.next is not None or block.prev is not None
-        if remaining >= pool.split_from and (plain or size < options.max_split or options.expandable):
+        if remaining >= pool.split_from and (default or size < options.max_split or options.expandable):
             rest = cut_off(block, size)
             rest.born = tally.searches  # as `put` does
             insort(free, (remaining, rest.address, rest))
@@ -221,7 +221,7 @@ class CachingAllocator:
         tally.requested_bytes += nbytes
         tally.requested_bytes_up += nbytes
         self._stats.rising = True
-        if not plain and size >= options.max_split:
+        if not default and size >= options.max_split:
             self._stats.oversize_allocations.change(1)
         address = block.address
         if owner is not None:
@@ -293,7 +293,7 @@ class CachingAllocator:
 
     def _free_pending(self) -> None:
         pending, live, stats, observers = self._pending, self._live, self._stats, self.observers
-        recorded, plain = self._waits.recorded, self._always_plain
+        recorded, default = self._waits.recorded, self._always_default
         while pending:
             address = pending[0].address
             block = live.pop(address, None)
@@ -306,7 +306,7 @@ class CachingAllocator:
             tally.allocation -= 1
             tally.allocated_bytes -= size
             block.owner = None
-            if not plain and size >= self.options.max_split:
+            if not default and size >= self.options.max_split:
                 stats.oversize_allocations.change(-1)
             if address in recorded:
                 event = "free_requested"
@@ -411,7 +411,7 @@ class CachingAllocator:
         """Behave as `options` say from now on. `first`: nothing was allocated yet, so `fraction` counts as well."""
         with self.exclusive():
             self.options = options
-            self._always_plain = self._always_plain and options.plain
+            self._always_default = self._always_default and options.is_default
             for pools in self._pools:
                 for pool in pools.values():
                     pool.split_from = options.split_from(pool.small)

@@ -43,7 +43,7 @@ class Options:
     text: str = ""
 
     @property
-    def plain(self) -> bool:
+    def is_default(self) -> bool:
         """True if the allocator behaves as with PyTorch's defaults."""
         return replace(self, fraction=1.0, text="") == Options()
 

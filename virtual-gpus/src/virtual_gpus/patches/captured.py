@@ -18,12 +18,12 @@ from typing import Any
 
 import torch
 
-_before: set[str] = set()  # names of the modules that were there when the first GPUs went on
+_modules_before: set[str] = set()  # names of the modules that were there when the first GPUs went on
 
 
 def watch() -> None:
     """Remember which modules are there. Called before the patches go in."""
-    _before.update(sys.modules)
+    _modules_before.update(sys.modules)
     torch.overrides.get_default_nowrap_functions()  # it keeps its first answer, with the getter of `Tensor.grad`
 
 
@@ -32,8 +32,8 @@ def give_back(originals: dict[int, tuple[Any, Any]]) -> None:
 
     originals: the id of each function, class or property that stood in for PyTorch's -> it and PyTorch's.
     """
-    modules = {name: sys.modules[name] for name in sys.modules.keys() - _before if name.startswith("torch.")}
-    _before.clear()
+    modules = {name: sys.modules[name] for name in sys.modules.keys() - _modules_before if name.startswith("torch.")}
+    _modules_before.clear()
     walk = _Walk(originals, set(modules))
     for module in modules.values():
         walk.corrected(vars(module))

@@ -15,7 +15,7 @@ import torch
 
 Patch = tuple[Any, str, Any]
 _ABSENT = object()
-_before: list[Patch] = []
+_replaced: list[Patch] = []
 _scripted: list[tuple[int, object]] = []  # (id, patch): the ids stay taken while they are in TorchScript's table
 
 
@@ -23,12 +23,12 @@ def put_in(patches: Iterable[Patch]) -> None:
     """Replace the names, and remember what stood there."""
     stands_for: dict[int, object] = {}  # id of a replacement -> what it replaces
     for owner, name, replacement in patches:
-        _before.append((owner, name, vars(owner).get(name, _ABSENT)))
+        _replaced.append((owner, name, vars(owner).get(name, _ABSENT)))
         original = _static(owner, name, replacement)  # torch._VF finds functions by `__getattr__`
         first = original if original is replacement else stands_for.setdefault(id(replacement), original)
         if first is not original and isinstance(replacement, FunctionType):
             replacement = _copy(replacement)
-        _tell_torchscript(_before[-1][2], replacement)
+        _tell_torchscript(_replaced[-1][2], replacement)
         setattr(owner, name, replacement)
 
 
@@ -66,8 +66,8 @@ def take_out() -> dict[int, tuple[Any, Any]]:
     while _scripted:
         torch.jit._builtins._get_builtin_table().pop(_scripted.pop()[0], None)
     originals = {}
-    while _before:
-        owner, name, original = _before.pop()
+    while _replaced:
+        owner, name, original = _replaced.pop()
         replacement = vars(owner).get(name)
         if original is not _ABSENT:
             setattr(owner, name, original)

@@ -18,7 +18,7 @@ def is_dtensor(value: Any) -> bool:
 
 
 def arrived(tensor: Any) -> Any:
-    """`tensor`, or the plain tensor in one that waits when it is first used, which is now.
+    """`tensor`, or the tensor in one that waits when it is first used, which is now.
 
     For functions that run in the place of PyTorch's own and compute below the dispatch mode.
     """

@@ -1,8 +1,8 @@
 """scaled_dot_product_attention on a virtual GPU: CUDA's choice of kernel, its memory, the CPU's numbers.
 
-A fused kernel keeps its inputs, its output and one float per row of the scores, where the plain formula keeps the
-scores. `choice` says which one runs, `kernels` what memory it takes, `values` computes.
-The plain formula runs operator by operator, as in PyTorch (_scaled_dot_product_attention_math in
+A fused kernel keeps its inputs, its output and one float per row of the scores, where the formula keeps the scores.
+`choice` says which one runs, `kernels` what memory it takes, `values` computes.
+The formula runs operator by operator, as in PyTorch (_scaled_dot_product_attention_math in
 aten/src/ATen/native/transformers/attention.cpp).
 """
 
@@ -83,7 +83,7 @@ def _attention(gpu, query, key, value, mask, dropout, causal, scale, gqa):
     if mask is not None and mask.dtype == torch.bool:
         mask = _added(mask, query)
     if backend == MATH:
-        return _plain(query, key, value, mask, dropout, causal, scale, gqa)
+        return _math(query, key, value, mask, dropout, causal, scale, gqa)
     width = value.shape[-1]
     if backend == FLASH and width % 8:
         scale = 1 / math.sqrt(width) if scale is None else scale
@@ -115,10 +115,10 @@ def _expanded(mask, query, key, backend: int):
     return mask.expand(query.shape[0], heads, query.shape[2], key.shape[2])
 
 
-# ---- the plain formula -----------------------------------------------------------------------------------------------
+# ---- the formula ------------------------------------------------------------------------------------------------------
 
 
-def _plain(query, key, value, mask, dropout, causal, scale, gqa):
+def _math(query, key, value, mask, dropout, causal, scale, gqa):
     dtype = query.dtype
     if dtype in HALF and not torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed():
         query, key, value = query.float(), key.float(), value.float()

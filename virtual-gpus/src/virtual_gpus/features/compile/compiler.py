@@ -21,25 +21,25 @@ from virtual_gpus.machine import active
 
 _raw_compile = torch.compile
 _raw_set_stance = torch.compiler.set_stance
-_before: list[Any] = []  # the stance that the program had, while "force_eager" is in force
+_stance_before: list[Any] = []  # the stance that the program had, while "force_eager" is in force
 _said = False
 
 
 def run_eagerly() -> None:
     """Set the switch, which imports torch._dynamo. Does nothing without GPUs."""
-    if _before or active() is None:
+    if _stance_before or active() is None:
         return
     frames = importlib.import_module("torch._dynamo.eval_frame")  # the first import calls this function
-    if not _before:
-        _before.append(frames._stance)  # before the switch moves: Ctrl-C may come between any two lines
+    if not _stance_before:
+        _stance_before.append(frames._stance)  # before the switch moves: Ctrl-C may come between any two lines
         frames._set_stance(frames.DynamoStance("force_eager"))
 
 
 def forget() -> None:
     """Put the switch back to where the program had it."""
-    if _before:
-        sys.modules["torch._dynamo.eval_frame"]._set_stance(_before[0])
-        _before.clear()
+    if _stance_before:
+        sys.modules["torch._dynamo.eval_frame"]._set_stance(_stance_before[0])
+        _stance_before.clear()
 
 
 @functools.wraps(_raw_set_stance)

@@ -138,8 +138,8 @@ def _gather(tensors, dim: int, destination: int | None = None):
 def _format(tensors) -> torch.memory_format:
     """Channels last if all tensors are."""
     last = all(t.dim() == 4 and t.is_contiguous(memory_format=torch.channels_last) for t in tensors)
-    plain = all(t.is_contiguous() for t in tensors)
-    return torch.channels_last if last and not plain else torch.contiguous_format
+    first = all(t.is_contiguous() for t in tensors)
+    return torch.channels_last if last and not first else torch.contiguous_format
 
 
 def _check(holds, words: str) -> None:

@@ -19,7 +19,7 @@ from virtual_gpus.threads import OfEachThread
 
 _ends: weakref.WeakKeyDictionary[Any, tuple[VirtualGPU, Any]] = weakref.WeakKeyDictionary()  # of works that Python has
 # collective: the GPU and the end of the one that was issued last, for its Work
-_in_this_thread = OfEachThread(collective=None)
+_last_issued = OfEachThread(collective=None)
 
 
 class Lane(NamedTuple):
@@ -86,7 +86,7 @@ def occupy(gpu: VirtualGPU, lane: Lane, start: float, end: float, sent: float) -
 
 def note(gpu: VirtualGPU, tensors: Iterable[torch.Tensor], arrival) -> None:
     """What uses `tensors` waits for `arrival`, and so does `wait()` of the Work that stands for it."""
-    _in_this_thread.collective = gpu, arrival
+    _last_issued.collective = gpu, arrival
     for tensor in tensors:
         allocation = allocation_of(tensor)
         if allocation is not None:
@@ -96,7 +96,7 @@ def note(gpu: VirtualGPU, tensors: Iterable[torch.Tensor], arrival) -> None:
 
 def remember(work: Any) -> None:
     """Called when Python is given a Work: it stands for the collective that this thread issued last."""
-    noted, _in_this_thread.collective = _in_this_thread.collective, None
+    noted, _last_issued.collective = _last_issued.collective, None
     if noted is not None and work is not None:
         _ends[work] = noted
         noted[1].given = True

@@ -89,8 +89,8 @@ _raw_one_hot = torch._C._nn.one_hot
 
 def one_hot(tensor, num_classes: int = -1):
     """As on CUDA (aten/src/ATen/native/Onehot.cpp): the host reads no value if it is told the number of classes."""
-    plain = type(tensor) is torch.Tensor and tensor.dtype is torch.int64
-    if not plain or num_classes < 1 or torch._C._are_functorch_transforms_active() or gpu_of(tensor) is None:
+    integers = type(tensor) is torch.Tensor and tensor.dtype is torch.int64
+    if not integers or num_classes < 1 or torch._C._are_functorch_transforms_active() or gpu_of(tensor) is None:
         return _raw_one_hot(tensor, num_classes)
     made = torch.zeros((*tensor.shape, num_classes), dtype=tensor.dtype, device=tensor.device)
     return made.scatter_(-1, tensor.unsqueeze(-1), 1)

@@ -53,9 +53,9 @@ def _multiplies(call: OpCall) -> bool:
 def _without_cudnn(call: OpCall) -> bool:
     """cuDNN's kernel is deterministic (cond_cudnn_grid_sampler in aten/src/ATen/native/GridSamplerUtils.h)."""
     x = call["input"]
-    plain = call["interpolation_mode"] == 0 and call["padding_mode"] == 0 and call["align_corners"]
-    wide = x.dtype in (torch.float64, torch.float32, torch.float16) and x.shape[1] <= 1024
-    return not (plain and wide and torch._C._get_cudnn_enabled())
+    mode_fits = call["interpolation_mode"] == 0 and call["padding_mode"] == 0 and call["align_corners"]
+    input_fits = x.dtype in (torch.float64, torch.float32, torch.float16) and x.shape[1] <= 1024
+    return not (mode_fits and input_fits and torch._C._get_cudnn_enabled())
 
 
 # Those that CUDA refuses in some calls only. `put_`: the CPU's kernel refuses the other calls itself.

@@ -121,7 +121,7 @@ class ExternalStream(Stream):
     __init__ = errors.refusing("torch.cuda.ExternalStream")
 
 
-class _OfThread(threading.local):
+class _StreamChanges(threading.local):
     """What a GPU keeps for each thread: its stream (None: the default one), and its changes of streams, see `_note`."""
 
     def __init__(self) -> None:
@@ -129,9 +129,9 @@ class _OfThread(threading.local):
         self.changes: list[tuple[int, Stream | None]] = []
 
 
-def _of_thread(gpu: VirtualGPU) -> _OfThread:
+def _streams_here(gpu: VirtualGPU) -> _StreamChanges:
     kept = gpu.feature_state.get("streams")
-    return kept if kept is not None else gpu.feature_state.setdefault("streams", _OfThread())
+    return kept if kept is not None else gpu.feature_state.setdefault("streams", _StreamChanges())
 
 
 class Event:
@@ -212,7 +212,7 @@ def default_stream(device=None) -> Stream:
 def current_stream(device=None) -> Stream:
     """This thread's stream on a GPU."""
     gpu = gpu_at(device)
-    return _of_thread(gpu).stream or default_stream(gpu.index)
+    return _streams_here(gpu).stream or default_stream(gpu.index)
 
 
 def set_stream(stream: Stream | None) -> None:
@@ -224,7 +224,7 @@ def set_stream(stream: Stream | None) -> None:
 
 def make_current(gpu: VirtualGPU, stream: Stream) -> None:
     """Make `stream` this thread's stream on `gpu`."""
-    _of_thread(gpu).stream, gpu.of_thread.stream = stream if stream.stream_id else None, stream.stream_id
+    _streams_here(gpu).stream, gpu.of_thread.stream = stream if stream.stream_id else None, stream.stream_id
     _note(gpu)
 
 
@@ -259,7 +259,7 @@ _KEPT = 4096  # changes per GPU: older nodes belong to the default stream
 
 def _note(gpu: VirtualGPU) -> None:
     """Note the next node's number, and the stream from then on (None: the default one)."""
-    kept, number = _of_thread(gpu), _next_number()
+    kept, number = _streams_here(gpu), _next_number()
     changes, stream = kept.changes, kept.stream
     if changes and changes[-1][0] == number:
         changes.pop()  # no node was made meanwhile
@@ -271,12 +271,12 @@ def _note(gpu: VirtualGPU) -> None:
 
 def have_changed() -> bool:
     """True if this thread may have made nodes on a stream other than the default one, or is on one now."""
-    return any(_of_thread(gpu).changes for gpu in active().slots)
+    return any(_streams_here(gpu).changes for gpu in active().slots)
 
 
 def stream_of_node(gpu: VirtualGPU, number: int) -> Stream:
     """The stream of `gpu` that was current when this thread made the node of that number."""
-    changes = _of_thread(gpu).changes
+    changes = _streams_here(gpu).changes
     index = bisect.bisect_right(changes, number, key=lambda change: change[0])
     stream = changes[index - 1][1] if index else None
     return default_stream(gpu.index) if stream is None else stream

@@ -25,7 +25,7 @@ _raw_make = {name: getattr(torch, name) for name in _DATA}
 _SHARED = (torch.Tensor, torch.UntypedStorage, torch.TypedStorage)
 _raw_new = torch._C.TensorBase.new
 _default_device = functools.partial(getattr, torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)
-_before: list[object] = []  # what torch.set_default_device had set when the GPUs went on
+_default_before: list[object] = []  # what torch.set_default_device had set when the GPUs went on
 
 
 def _maker(name: str):
@@ -114,12 +114,12 @@ def _beside_input(function):
 
 def prepare() -> None:
     """See `features`."""
-    _before[:] = [_default_device()]
+    _default_before[:] = [_default_device()]
 
 
 def forget() -> None:
     """A default device that was set while GPUs were on is probably one that is no more."""
-    if _before and _default_device() is not _before.pop():
+    if _default_before and _default_device() is not _default_before.pop():
         torch.set_default_device(None)
 
 
