@@ -51,8 +51,8 @@ def class_of(name: str) -> OperatorClass:
 def _moving(nbytes: Callable[[Operation], float], floor: float, kernels: int = 1, share: float = 1.0):
     """An operator that takes its start, in shortest kernels, and as long as it moves bytes, at a share of the speed."""
 
-    def of(work: Operation) -> Cost:
-        return Cost(floor * work.kernel + work.reading(nbytes(work), share), kernels)
+    def of(operation: Operation) -> Cost:
+        return Cost(floor * operation.kernel + operation.reading(nbytes(operation), share), kernels)
 
     return of
 
@@ -65,16 +65,16 @@ def bytes_of(operands: Iterable[Operand]) -> int:
 _CHUNK, _CHUNKS = 65536, 320  # elements, and chunks of a launch (aten/src/ATen/native/cuda/MultiTensorApply.cuh)
 
 
-def _lists(work: Operation) -> Cost:
+def _lists(operation: Operation) -> Cost:
     """Optimizers: a kernel for some tensors, in chunks of which a launch takes a number at most."""
-    inputs, first, fitted = work.inputs, work.inputs[: work.first], FITTED["lists"]
-    if work.name.startswith("_foreach_addcmul"):
-        inputs = inputs[: 2 * work.first]  # both factors are the gradient, in every optimizer
-    written = work.outputs or first * (3 if work.name.startswith("_fused_adam") else 1)
+    inputs, first, fitted = operation.inputs, operation.inputs[: operation.first], FITTED["lists"]
+    if operation.name.startswith("_foreach_addcmul"):
+        inputs = inputs[: 2 * operation.first]  # both factors are the gradient, in every optimizer
+    written = operation.outputs or first * (3 if operation.name.startswith("_fused_adam") else 1)
     elements = sum(prod(part.shape) for part in first)
-    kernels = max(1, ceil(work.first / fitted["tensors"])) + elements // (_CHUNKS * _CHUNK)
-    share = fitted["share"] if work.outputs else fitted["share_in_place"]
-    return Cost(kernels * work.kernel + work.reading(bytes_of((*inputs, *written)), share), kernels, "list")
+    kernels = max(1, ceil(operation.first / fitted["tensors"])) + elements // (_CHUNKS * _CHUNK)
+    share = fitted["share"] if operation.outputs else fitted["share_in_place"]
+    return Cost(kernels * operation.kernel + operation.reading(bytes_of((*inputs, *written)), share), kernels, "list")
 
 
 def moves(row: str, nbytes: Callable[[Operation], float], is_fusible: bool = True) -> OperatorClass:
@@ -82,15 +82,15 @@ def moves(row: str, nbytes: Callable[[Operation], float], is_fusible: bool = Tru
     return OperatorClass(_moving(nbytes, **FITTED[row]), is_fusible)
 
 
-_READS_AND_WRITES = OperatorClass(_moving(lambda work: work.nbytes, 1))
+_READS_AND_WRITES = OperatorClass(_moving(lambda operation: operation.nbytes, 1))
 _LISTS = OperatorClass(_lists, is_fusible=False)
-_FREE = OperatorClass(_moving(lambda work: 0, 0, 0), is_fusible=False)
+_FREE = OperatorClass(_moving(lambda operation: 0, 0, 0), is_fusible=False)
 
 CLASSES = {  # features add theirs
-    **{name: OperatorClass(_moving(lambda work: work.nbytes, **row)) for name, row in _FIGURES["rows"].items()},
+    **{op: OperatorClass(_moving(lambda operation: operation.nbytes, **row)) for op, row in _FIGURES["rows"].items()},
     **dict.fromkeys(("zero_", "fill_", "zeros", "ones", "full", "zeros_like", "ones_like", "full_like", "new_zeros",
                 "new_ones", "new_full", "arange", "bernoulli_", "normal_", "uniform_", "random_", "randn", "rand",
-                "randint"), moves("fill", lambda work: bytes_of(work.outputs or work.inputs[:1]))),
+                "randint"), moves("fill", lambda operation: bytes_of(operation.outputs or operation.inputs[:1]))),
     **dict.fromkeys(("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view", "set_",
                 "resize_", "lift_fresh", "record_stream", "_reshape_alias", "record_grad_output_stream"), _FREE),
 }  # fmt: skip

@@ -151,17 +151,17 @@ def _has_lt_bias(call: OpCall) -> bool:
     return half and call.gpu.machine.settings.version >= LT_FOR_MATRICES_AS_BIAS
 
 
-def _matrices(work: Operation) -> Cost:
-    first, second = work.inputs[-2:]
-    with_bias = work.name.startswith(("addmm", "_addmm")) and len(work.inputs) > 2
-    aligned = all(part.leading * part.itemsize % 16 == 0 for part in (first, second, *work.outputs[:1]))
+def _matrices(operation: Operation) -> Cost:
+    first, second = operation.inputs[-2:]
+    with_bias = operation.name.startswith(("addmm", "_addmm")) and len(operation.inputs) > 2
+    aligned = all(part.leading * part.itemsize % 16 == 0 for part in (first, second, *operation.outputs[:1]))
     sizes = first.shape[-2], second.shape[-1], first.shape[-1], prod(first.shape[:-2])
-    seconds, kernels = product(work.spec, *sizes, work.precision, with_bias, aligned)
+    seconds, kernels = product(operation.spec, *sizes, operation.precision, with_bias, aligned)
     return Cost(seconds, kernels, "product")
 
 
-def _vector(work: Operation) -> Cost:
-    return Cost(FITTED["vector"]["floor"] * work.kernel + work.reading(work.nbytes), 1, "product")
+def _vector(operation: Operation) -> Cost:
+    return Cost(FITTED["vector"]["floor"] * operation.kernel + operation.reading(operation.nbytes), 1, "product")
 
 
 _PRODUCT = OperatorClass(_matrices, is_fusible=False, tf32_setting="matmul", depends_on_strides=True)

@@ -78,8 +78,8 @@ RECIPES = {"split_with_sizes_copy": split_with_sizes_copy,
 # Each byte is read once and written once: of a gathered tensor, of gradients, and of a rank's own part, the first
 # result, which is copied into the tensor that is to be gathered, the second.
 COSTS = {
-    "split_with_sizes_copy": moves("split", lambda work: 2 * work.inputs[0].nbytes, is_fusible=False),
+    "split_with_sizes_copy": moves("split", lambda operation: 2 * operation.inputs[0].nbytes, is_fusible=False),
     **dict.fromkeys(("chunk_cat", "chunk_cat_mixed_dtype"),
-                    moves("chunked", lambda work: work.nbytes, is_fusible=False)),
-    "all_gather_copy_in": moves("copied_in", lambda work: 2 * work.outputs[0].nbytes, is_fusible=False),
+                    moves("chunked", lambda operation: operation.nbytes, is_fusible=False)),
+    "all_gather_copy_in": moves("copied_in", lambda operation: 2 * operation.outputs[0].nbytes, is_fusible=False),
 }  # fmt: skip

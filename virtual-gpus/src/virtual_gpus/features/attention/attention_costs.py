@@ -56,7 +56,7 @@ def _cost(query: torch.Tensor, key: torch.Tensor, numbers: Numbers, spec: GPUSpe
 
 
 COSTS = {
-    f"{kernel.name}{direction}": OperatorClass(lambda work: Cost(0.0, 0, ELSEWHERE), is_fusible=False)
+    f"{kernel.name}{direction}": OperatorClass(lambda operation: Cost(0.0, 0, ELSEWHERE), is_fusible=False)
     for kernel in (Cudnn, Efficient, Flash)
     for direction in ("", "_backward")
 }

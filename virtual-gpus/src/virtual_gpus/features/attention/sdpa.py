@@ -115,7 +115,7 @@ def _expanded(mask, query, key, backend: int):
     return mask.expand(query.shape[0], heads, query.shape[2], key.shape[2])
 
 
-# ---- the formula ------------------------------------------------------------------------------------------------------
+# ---- the formula -----------------------------------------------------------------------------------------------------
 
 
 def _math(query, key, value, mask, dropout, causal, scale, gqa):

@@ -22,20 +22,21 @@ _FITTED, _SUM = _FIGURES["convolutions"], _FIGURES["formulas"]["reduction"]
 _TILES = tuple(map(tuple, _FITTED["tiles"]))
 
 
-def forward(work: Operation) -> Cost:
+def forward(operation: Operation) -> Cost:
     """With a bias, which a kernel of its own adds to the result (aten/src/ATen/native/cudnn/ConvShared.cpp)."""
-    images, filters = work.inputs[:2]
-    cost = _conv(work, False, images, filters, work.outputs[0], 1)
-    return _and(cost, work.kernel + work.reading(2 * work.outputs[0].nbytes)) if len(work.inputs) > 2 else cost
+    (images, filters), result = operation.inputs[:2], operation.outputs[0]
+    cost = _conv(operation, False, images, filters, result, 1)
+    seconds = operation.kernel + operation.reading(2 * result.nbytes)
+    return _and(cost, seconds) if len(operation.inputs) > 2 else cost
 
 
-def backward(work: Operation) -> Cost:
+def backward(operation: Operation) -> Cost:
     """With the gradient of a bias, which is a sum of its own."""
-    gradient, images, filters = work.inputs[:3]
-    halves = sum(part.shape in (images.shape, filters.shape) for part in work.outputs[:2])
-    cost = _conv(work, True, images, filters, gradient, max(1, halves))
-    has_bias = len(filters.shape) > 2 and any(len(part.shape) == 1 for part in work.outputs)
-    seconds = _SUM["floor_of_many"] * work.kernel + work.reading(gradient.nbytes, _SUM["share"])
+    gradient, images, filters = operation.inputs[:3]
+    halves = sum(part.shape in (images.shape, filters.shape) for part in operation.outputs[:2])
+    cost = _conv(operation, True, images, filters, gradient, max(1, halves))
+    has_bias = len(filters.shape) > 2 and any(len(part.shape) == 1 for part in operation.outputs)
+    seconds = _SUM["floor_of_many"] * operation.kernel + operation.reading(gradient.nbytes, _SUM["share"])
     return _and(cost, seconds) if has_bias else cost
 
 
@@ -44,31 +45,33 @@ def _and(cost: Cost, seconds: float) -> Cost:
     return cost._replace(seconds=cost.seconds + seconds, kernels=cost.kernels + 1)
 
 
-def _conv(work: Operation, backward: bool, images: Operand, filters: Operand, result: Operand, gradients: int) -> Cost:
-    conv = _FITTED["backward" if backward else "forward"]
-    cores = tensor_cores(work.spec, work.precision)
+def _conv(
+    operation: Operation, backward: bool, images: Operand, filters: Operand, result: Operand, gradients: int
+) -> Cost:
+    conv, spec = _FITTED["backward" if backward else "forward"], operation.spec
+    cores = tensor_cores(spec, operation.precision)
     if cores and images.itemsize == 2 and len(filters.shape) > 2:
-        return _in_two_bytes(work, backward, images, filters, result, gradients)
-    reached, window = work.spec.reached, prod(filters.shape[2:]) > 1
+        return _in_two_bytes(operation, backward, images, filters, result, gradients)
+    reached, window = spec.reached, prod(filters.shape[2:]) > 1
     groups = max(1, images.shape[1] // filters.shape[1]) if len(filters.shape) > 1 else 1
     flops = 2 * prod(result.shape) * prod(filters.shape[1:]) * gradients
     if cores and groups == 1 and len(filters.shape) > 2:
         flops = _in_tiles(images, filters, result, backward, gradients)
     if len(result.shape) > 1 and result.shape[1] != filters.shape[0]:  # transposed: filters are (in, out, ...)
         flops, groups = 2 * prod(images.shape) * prod(filters.shape[1:]) * gradients, 1
-    speed = getattr(work.spec.flops, work.precision) * (reached.tensor_conv if cores else reached.conv) * conv["share"]
+    speed = getattr(spec.flops, operation.precision) * (reached.tensor_conv if cores else reached.conv) * conv["share"]
     half = gradients / 2 if backward else 1
-    floor = work.kernel * (conv["floor"] + conv["window"] * window) * half
+    floor = operation.kernel * (conv["floor"] + conv["window"] * window) * half
     if groups > 1 and filters.shape[1] == 1 and images.itemsize == 4:
-        arithmetic = flops / (work.spec.flops.fp32 * conv["own_kernels"])
-        once = gradients * work.reading(images.nbytes + result.nbytes)
+        arithmetic = flops / (spec.flops.fp32 * conv["own_kernels"])
+        once = gradients * operation.reading(images.nbytes + result.nbytes)
         return Cost(floor + max(arithmetic, once), max(1, round(conv["kernels"] * half)), "convolution")
     slower = max(1, min(groups, 8 if cores else _FITTED["simt_columns"] / filters.shape[1]))
     seconds = floor + flops / (speed / slower)
     if not (cores and _lie_last(images, filters)):
         passes = half if cores else half / 4  # other kernels take images and filters as they lie
-        seconds += passes * work.reading(conv["filters"] * filters.nbytes)
-        seconds += half * work.reading(conv["images"] * (images.nbytes + result.nbytes))
+        seconds += passes * operation.reading(conv["filters"] * filters.nbytes)
+        seconds += half * operation.reading(conv["images"] * (images.nbytes + result.nbytes))
     return Cost(seconds, max(1, round(conv["kernels"] * half)), "convolution")
 
 
@@ -98,7 +101,7 @@ def _rounded_up(number: int, unit: int) -> int:
 
 
 def _in_two_bytes(
-    work: Operation, backward: bool, images: Operand, filters: Operand, result: Operand, gradients: int
+    operation: Operation, backward: bool, images: Operand, filters: Operand, result: Operand, gradients: int
 ) -> Cost:
     if result.shape[1] != filters.shape[0]:  # transposed: the gradient of one from the result to the images
         images, result = result, images
@@ -106,42 +109,42 @@ def _in_two_bytes(
     into, taps = filters.shape[1], prod(filters.shape[2:])
     groups = max(1, images.shape[1] // into)
     if into == 1 < groups:
-        seconds = gradients * _depthwise(work, backward, last, images, filters, result)
-        return Cost(3 * work.kernel + seconds, gradients, "convolution")
+        seconds = gradients * _depthwise(operation, backward, last, images, filters, result)
+        return Cost(3 * operation.kernel + seconds, gradients, "convolution")
     if backward and last and groups > 1 and (into not in _FITTED["fast_widths"] or groups % _FITTED["fast_groups"]):
         flops = 2 * gradients * prod(result.shape) * taps * into
-        return Cost(flops / (work.spec.flops.fp32 * _FITTED["slow_groups"] * into**0.5), gradients, "convolution")
+        return Cost(flops / (operation.spec.flops.fp32 * _FITTED["slow_groups"] * into**0.5), gradients, "convolution")
     out, pixels = filters.shape[0] // groups, prod(result.shape) // result.shape[1]
     channels = into if groups > 1 else _rounded_up(into, _FITTED["channels"])
     products = [(pixels, out, taps * channels)]
     if backward:
         before = max(1, prod(images.shape) // images.shape[1])
         products = [(out, taps * channels, pixels), (before, channels, max(1, taps * out * pixels // before))]
-    once = work.reading(images.nbytes + filters.nbytes + result.nbytes)
-    reached = work.spec.reached
+    once = operation.reading(images.nbytes + filters.nbytes + result.nbytes)
+    reached = operation.spec.reached
     slower = reached.tensor / reached.conv_in_two_bytes
-    times = (in_tiles(work.spec, *sizes, groups, work.precision, tiles=_TILES) for sizes in products)
+    times = (in_tiles(operation.spec, *sizes, groups, operation.precision, tiles=_TILES) for sizes in products)
     arithmetic = [slower * seconds for seconds, _ in times]
     seconds = sum(max(each, once) for each in arithmetic[:gradients])
     if last:
         return Cost(seconds, gradients, "convolution")
     half, flow = gradients / 2 if backward else 1, images.nbytes + result.nbytes
-    held = min(flow, work.spec.l2_bytes)
-    seconds += half * work.kernel * (conv["floor"] + conv["window"] * (taps > 1))
-    seconds += half * work.reading(conv["filters"] * filters.nbytes + conv["images"] * held)
-    seconds += gradients * work.reading(_FITTED["rewritten"] * (flow - held))
+    held = min(flow, operation.spec.l2_bytes)
+    seconds += half * operation.kernel * (conv["floor"] + conv["window"] * (taps > 1))
+    seconds += half * operation.reading(conv["filters"] * filters.nbytes + conv["images"] * held)
+    seconds += gradients * operation.reading(_FITTED["rewritten"] * (flow - held))
     return Cost(seconds, max(1, round(conv["kernels"] * half)), "convolution")
 
 
 def _depthwise(
-    work: Operation, backward: bool, last: bool, images: Operand, filters: Operand, result: Operand
+    operation: Operation, backward: bool, last: bool, images: Operand, filters: Operand, result: Operand
 ) -> float:
     """Each channel has its own filter, which is no work for tensor cores: mostly reading and writing."""
     flops = 2 * prod(result.shape) * prod(filters.shape[2:])
     fitted = _FITTED["depthwise"]
     share = (fitted["share_backward"] if backward else 1.0) if last else fitted["share_first"]
-    arithmetic = flops / (work.spec.flops.fp32 * fitted["arithmetic"])
-    return max(arithmetic, work.reading(images.nbytes + result.nbytes)) / share
+    arithmetic = flops / (operation.spec.flops.fp32 * fitted["arithmetic"])
+    return max(arithmetic, operation.reading(images.nbytes + result.nbytes)) / share
 
 
 _FORWARD, _BACKWARD = (

@@ -128,20 +128,21 @@ MIXTURES = dict.fromkeys(_BY_TENSORS, indices_elsewhere) | {"embedding": embeddi
 MIXTURES |= dict.fromkeys(("masked_fill", "masked_fill_"), mask_elsewhere)
 
 
-def _embedding_backward_cost(work: Operation) -> Cost:
-    numbers, fitted = prod(work.inputs[1].shape), FITTED["embedding_backward"]
-    written = work.outputs[0].nbytes + work.inputs[0].nbytes
+def _embedding_backward_cost(operation: Operation) -> Cost:
+    numbers, fitted = prod(operation.inputs[1].shape), FITTED["embedding_backward"]
+    written = operation.outputs[0].nbytes + operation.inputs[0].nbytes
     floor = fitted["floor"] + fitted["per_number"] * min(numbers, _INDICES_WALKED)
-    return Cost(work.kernel * floor + work.reading(written), 2 if numbers <= _INDICES_WALKED else 8)
+    return Cost(operation.kernel * floor + operation.reading(written), 2 if numbers <= _INDICES_WALKED else 8)
 
 
 COSTS = {
     **dict.fromkeys(("embedding", "index_select", "gather", "index"),  # only the rows that are asked for are read
-                    moves("rows_taken", lambda work: 2 * bytes_of(work.outputs))),
-    "index_add_": moves("rows_added", lambda work: 3 * work.inputs[-1].nbytes),  # only the rows that are named
+                    moves("rows_taken", lambda operation: 2 * bytes_of(operation.outputs))),
+    "index_add_": moves("rows_added", lambda operation: 3 * operation.inputs[-1].nbytes),  # only the named rows
     "embedding_dense_backward": OperatorClass(_embedding_backward_cost, is_fusible=False),
     **dict.fromkeys(("select_backward", "slice_backward"),
-                    moves("zeros_and_values", lambda work: bytes_of(work.outputs) + 2 * bytes_of(work.inputs))),
+                    moves("zeros_and_values",
+                          lambda operation: bytes_of(operation.outputs) + 2 * bytes_of(operation.inputs))),
 }  # fmt: skip
 
 

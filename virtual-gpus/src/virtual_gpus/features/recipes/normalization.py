@@ -245,30 +245,32 @@ RECIPES = {
 }
 
 
-def _batch_norm_cost(work: Operation) -> Cost:
+def _batch_norm_cost(operation: Operation) -> Cost:
     """A block of threads per channel: few channels leave the GPU half idle, unless the channels are last."""
-    backward = not work.name.endswith("norm")
-    images, fitted = work.inputs[backward], FITTED["batch_norm"]
+    backward = not operation.name.endswith("norm")
+    images, fitted = operation.inputs[backward], FITTED["batch_norm"]
     channels = images.shape[1] if len(images.shape) > 1 else 1
     direction = FITTED["batch_norm_backward" if backward else "batch_norm_forward"]
-    waves = channels / work.spec.multi_processor_count
-    if work.precision == "bf16" and len(images.shape) > 2 and not images.channels_last:
+    waves = channels / operation.spec.multi_processor_count
+    if operation.precision == "bf16" and len(images.shape) > 2 and not images.channels_last:
         # PyTorch's own kernels: a block of threads goes through the pieces of its channel one after the other
         chain = direction["chain"] + direction["per_number"] * (images.nbytes / 2 / channels)
-        return Cost((fitted["chain"] + max(1.0, waves) * chain) * work.kernel + work.reading(images.nbytes), 3)
+        kernels = fitted["chain"] + max(1.0, waves) * chain
+        return Cost(kernels * operation.kernel + operation.reading(images.nbytes), 3)
     share = direction["share_channels_last"]
     if not images.channels_last:
-        busy = channels / (fitted["waves"] * work.spec.multi_processor_count)
+        busy = channels / (fitted["waves"] * operation.spec.multi_processor_count)
         share = min(1.0, max(fitted["least"], busy)) * direction["share"]
-    return Cost(fitted["floor"] * work.kernel + work.reading(images.nbytes * (3 if backward else 2), share), 1)
+    moved = images.nbytes * (3 if backward else 2)
+    return Cost(fitted["floor"] * operation.kernel + operation.reading(moved, share), 1)
 
 
-def _group_norm_cost(work: Operation) -> Cost:
+def _group_norm_cost(operation: Operation) -> Cost:
     """A block of threads per sample and group, which the statistics count: few of them leave the GPU half idle."""
-    fitted, blocks = FITTED["group_norm"], prod(work.outputs[1].shape) if len(work.outputs) > 1 else 1
-    busy = min(fitted["share"], blocks / (fitted["waves"] * work.spec.multi_processor_count))
-    images = work.inputs[0].nbytes
-    return Cost(fitted["floor"] * work.kernel + work.reading(images, busy) + work.reading(2 * images), 2)
+    fitted, blocks = FITTED["group_norm"], prod(operation.outputs[1].shape) if len(operation.outputs) > 1 else 1
+    busy = min(fitted["share"], blocks / (fitted["waves"] * operation.spec.multi_processor_count))
+    images = operation.inputs[0].nbytes
+    return Cost(fitted["floor"] * operation.kernel + operation.reading(images, busy) + operation.reading(2 * images), 2)
 
 
 COSTS = {
