@@ -160,7 +160,7 @@ _Dim = tuple[int, int]  # length and stride, in elements
 def _buffers(
     shape: tuple[int, ...],
     strides: tuple[int, ...],
-    reduced: frozenset[int],
+    reduced: tuple[int, ...],
     partial_bytes: int,
     multiprocessors: int,
     threads_per_multiprocessor: int,
@@ -191,7 +191,7 @@ def _buffers(
     return partial_bytes * outputs * blocks * (1 if along_input else width * vector), 4 * grid
 
 
-def _merged(shape: tuple[int, ...], strides: tuple[int, ...], reduced: frozenset[int]) -> tuple[list[_Dim], list[_Dim]]:
+def _merged(shape: tuple[int, ...], strides: tuple[int, ...], reduced: Sequence[int]) -> tuple[list[_Dim], list[_Dim]]:
     """The reduced and the kept dimensions as (length, stride), fastest first, with neighbours in memory merged."""
     both: tuple[list[_Dim], list[_Dim]] = [], []
     for dim in reversed(range(len(shape))):

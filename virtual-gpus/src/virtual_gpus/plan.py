@@ -165,8 +165,8 @@ def _without(arguments: list[str], name: str) -> list[str]:
     """Without an option and its value, "--name value" or "--name=value"."""
     kept = [each for each in arguments if not each.startswith(f"{name}=")]
     if name in kept:
-        place = kept.index(name)
-        del kept[place : place + 2]
+        index = kept.index(name)
+        del kept[index : index + 2]
     return kept
 
 

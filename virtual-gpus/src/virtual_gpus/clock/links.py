@@ -63,7 +63,7 @@ class Topology:
         each in its own group. So a group that has `here` of the host's `per_host` ranks gets the fraction
         here / per_host of the adapters.
         """
-        ring = sorted(places, key=lambda place: place[0])
+        ring = sorted(places, key=lambda member: member[0])
         inside = {
             self.between(first[1], second[1])
             for first, second in zip(ring, [*ring[1:], ring[0]], strict=True)

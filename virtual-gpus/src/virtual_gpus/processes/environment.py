@@ -19,9 +19,9 @@ def take_out(owner: object) -> None:
 
     Those that another owner has set since stay, until that one takes them out.
     """
-    place = next(place for place, (other, _) in enumerate(_set) if other is owner)
-    for name, (before, value) in _set.pop(place)[1].items():
-        later = next((variables for _, variables in _set[place:] if name in variables), None)
+    index = next(index for index, (other, _) in enumerate(_set) if other is owner)
+    for name, (before, value) in _set.pop(index)[1].items():
+        later = next((variables for _, variables in _set[index:] if name in variables), None)
         now = os.environ.get(name)
         if later is not None:
             later[name] = before, later[name][1]

@@ -116,9 +116,9 @@ def _time_limit(failures: Sequence[Failure], ranks: int, finished: Sequence[int]
     where = dict.fromkeys(range(ranks), "did not answer.")
     where |= {failure.rank: failure.what for failure in failures} | dict.fromkeys(finished, "had returned.")
     found: dict[str, list[int]] = {}
-    for rank, place in where.items():
-        found.setdefault(place, []).append(rank)
-    return TimeoutError("\n".join([limit] + [f"\n{_names(each)} {place}" for place, each in found.items()]))
+    for rank, what in where.items():
+        found.setdefault(what, []).append(rank)
+    return TimeoutError("\n".join([limit] + [f"\n{_names(each)} {what}" for what, each in found.items()]))
 
 
 def _names(ranks: Sequence[int]) -> str:

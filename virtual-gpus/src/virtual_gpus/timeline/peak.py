@@ -133,15 +133,15 @@ class PeakLog:
         """Replay the log, keep what was in use at its highest moment if that is a new peak, and begin a new log."""
         log, self._log = self._log, list[tuple[int, int]]()
         used = highest = sum(self._live.values())
-        place = 0
+        until = 0
         for number, (_, size) in enumerate(log, 1):
             used += size
             if used > highest:
-                highest, place = used, number
+                highest, until = used, number
         live = self._live
         if highest > self.peak or not self.peak:
             at_peak = dict(live)
-            _apply(log[:place], at_peak)
+            _apply(log[:until], at_peak)
             self.peak, self.by_kind, self.by_module = highest, dict.fromkeys(KINDS, 0), Counter[str]()
             for serial, size in at_peak.items():
                 self.by_kind[self._kinds[serial]] += size

@@ -165,13 +165,13 @@ class Timeline:
             _, axes = plt.subplots(figsize=(10, 0.8 + 0.4 * max(1, len(rows))), layout="constrained")
         used = [kind for kind in COLOURS if any(s.kind == kind for s in spans)]
         labelled: set[str] = set()
-        for place, row in enumerate(rows):
+        for number, row in enumerate(rows):
             for kind in used:
                 pieces = merged([(s.start, s.end) for s in spans if (s.gpu, s.lane) == row and s.kind == kind])
                 bars = [(1e3 * start, 1e3 * (end - start)) for start, end in pieces]
                 label = kind if bars and kind not in labelled else None  # once, for the legend
                 labelled.update([kind] if bars else [])
-                axes.broken_barh(bars, (place - 0.4, 0.8), color=COLOURS[kind], linewidth=0, label=label)
+                axes.broken_barh(bars, (number - 0.4, 0.8), color=COLOURS[kind], linewidth=0, label=label)
         titles = [f"{'host' if gpu is None else f'cuda:{gpu}'}, {lane_name(lane)}" for gpu, lane in rows]
         axes.set_yticks(range(len(rows)), titles)
         axes.invert_yaxis()

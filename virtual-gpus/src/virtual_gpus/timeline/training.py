@@ -112,7 +112,7 @@ class TrainingRecorder:
         self._optimizer: weakref.ref[Any] | None = None  # the one whose steps are the job's
         self._parameters = 0
         self._reserved = 0
-        self._place = machine.settings.rank or 0, machine.settings.world_size or 1
+        self._rank, self._world_size = machine.settings.rank or 0, machine.settings.world_size or 1
         self._memory = AllocatorLog(gpu)
         machine.clock.timelines.append(self)
         self._hooks = [register_optimizer_step_pre_hook(self._before_step),
@@ -126,7 +126,7 @@ class TrainingRecorder:
         self._memory.stop()
         self._reserved = self._gpu.allocator.peak_reserved
         if torch.distributed.is_available() and torch.distributed.is_initialized():
-            self._place = torch.distributed.get_rank(), torch.distributed.get_world_size()
+            self._rank, self._world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
 
     def add(self, span: Span) -> None:
         """The clock calls this for every span."""
@@ -166,10 +166,9 @@ class TrainingRecorder:
             raise RuntimeError("The recorder is still recording. Ask for the report after the `with` block.")
         if tokens is not None and samples is not None:
             raise ValueError("Give the number of tokens or of samples in a step, not both.")
-        rank, world_size = self._place
         found = TrainingReport(
-            self._gpu.spec.name, self._gpu.memory, rank, world_size, self._parameters, self._memory.peak,
-            self._reserved, self._memory.by_kind, dict(self._memory.by_module.most_common()),
+            self._gpu.spec.name, self._gpu.memory, self._rank, self._world_size, self._parameters,
+            self._memory.peak, self._reserved, self._memory.by_kind, dict(self._memory.by_module.most_common()),
         )  # fmt: skip
         if len(self._ends) < 2:
             return found
@@ -183,7 +182,7 @@ class TrainingRecorder:
         if flops_per_unit is None and samples is not None:
             return found
         flops = units * (6 * self._parameters if flops_per_unit is None else flops_per_unit)
-        return replace(found, mfu=flops / (step * self._gpu.spec.flops.bf16 * world_size))
+        return replace(found, mfu=flops / (step * self._gpu.spec.flops.bf16 * self._world_size))
 
 
 def transformer_flops(parameters: int, layers: int, width: int, length: int) -> int:

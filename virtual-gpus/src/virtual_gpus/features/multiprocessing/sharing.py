@@ -55,7 +55,7 @@ def _share_cuda_(self) -> tuple:
 
 
 @staticmethod
-def _new_shared_cuda(device: int, handle: bytes, nbytes: int, offset: int, counter, place, shared: _SharedStorage, _):
+def _new_shared_cuda(device: int, handle: bytes, nbytes: int, offset: int, counter, at, shared: _SharedStorage, _):
     """The storage behind a handle. Its memory is another process's; in the process that made it, it is that storage."""
     storage = shared.storage
     if record_of(storage).gpu is None:

@@ -114,10 +114,10 @@ class _Operators:
         two, with what hangs on the inner one (`EventList._remove_dup_nodes`).
         """
         before = self._hosts[: bisect.bisect(self._starts, moment)]
-        for place in range(len(before) - 1, -1, -1):
-            event = before[place]
+        for index in range(len(before) - 1, -1, -1):
+            event = before[index]
             if event.time_range.end >= moment:
-                return next((inner for inner in reversed(before[place:]) if inner.name == event.name), event)
+                return next((inner for inner in reversed(before[index:]) if inner.name == event.name), event)
         return None
 
 

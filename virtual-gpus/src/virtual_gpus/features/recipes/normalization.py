@@ -219,11 +219,11 @@ def _rms_norm_on_each_rank(input, shape, weight, eps):
     parts = [input] if weight is None else [input, weight]
     rows = input.dim() - len(shape)
     local = all(map(is_dtensor, parts)) and all(part.device_mesh == input.device_mesh for part in parts)
-    local = local and all(place.is_replicate() or (place.is_shard() and place.dim < rows) for place in input.placements)
-    if not local or not all(place.is_replicate() for part in parts[1:] for place in part.placements):
+    local = local and all(each.is_replicate() or (each.is_shard() and each.dim < rows) for each in input.placements)
+    if not local or not all(each.is_replicate() for part in parts[1:] for each in part.placements):
         return _raw_rms_norm(input, shape, weight, eps)
     if weight is not None:
-        sums = [Partial() if place.is_shard() else place for place in input.placements]
+        sums = [Partial() if each.is_shard() else each for each in input.placements]
         weight = weight.to_local(grad_placements=sums)
     made = RMSNorm.apply(arrived(input.to_local()), weight, shape, eps)
     sizes = {"shape": input.shape, "stride": torch.empty(input.shape, device="meta").stride()}
