@@ -19,11 +19,6 @@ from virtual_gpus.placement.storages import StorageAllocation, nbytes, put
 _NO_REDUCTION = 0  # at::Reduction::None
 
 
-def nll_loss(call: OpCall):
-    """The loss of classes, for rows of scores."""
-    return run_packed(call, ("target",))
-
-
 def nll_loss_of_images(call: OpCall):
     """The loss of classes, for images of scores. A loss per pixel takes any strides (cuda/NLLLoss2d.cu)."""
     if call["reduction"] == _NO_REDUCTION:
@@ -91,7 +86,7 @@ def with_logits(call: OpCall):
 _NLL = ("nll_loss_forward", "nll_loss_backward")
 _NLL_OF_IMAGES = ("nll_loss2d_forward", "nll_loss2d_backward")
 RECIPES = {
-    **dict.fromkeys(_NLL, nll_loss),
+    **dict.fromkeys(_NLL, lambda call: run_packed(call, ("target",))),
     **dict.fromkeys(_NLL_OF_IMAGES, nll_loss_of_images),
     **dict.fromkeys(("mse_loss", "smooth_l1_loss"), reduced_in_place),
     "huber_loss": reduced,

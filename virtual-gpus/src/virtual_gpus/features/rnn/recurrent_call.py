@@ -167,12 +167,8 @@ def _without_hooks():
     """
     stack = ExitStack()
     if torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
-        stack.enter_context(torch.autograd.graph.saved_tensors_hooks(torch.Tensor.detach, _same))
+        stack.enter_context(torch.autograd.graph.saved_tensors_hooks(torch.Tensor.detach, lambda tensor: tensor))
     return stack
-
-
-def _same(tensor):
-    return tensor
 
 
 def bind(name: str, raw, args, kwargs) -> RecurrentCall | None:
