@@ -17,7 +17,7 @@ import re
 import warnings
 from collections.abc import Callable
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -38,7 +38,7 @@ def not_modelled(what: str, instead: str = "") -> NotModelled:
 def refusing(path: str, instead: str = "") -> Callable[..., Any]:
     """A function that only says that `path` ("torch.cuda.temperature") is not modelled. instead: another way."""
 
-    def refused(*args, **kwargs):
+    def refused(*args: Any, **kwargs: Any) -> NoReturn:
         raise not_modelled(path, instead)
 
     refused.__name__ = path.rpartition(".")[2]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -174,7 +174,7 @@ class VirtualMachine:
         self.clock.wait(mark)
 
     @contextmanager
-    def without_time(self):
+    def without_time(self) -> Iterator[None]:
         """Use a separate clock in this block. The caller adds the work to the real clock in a different form."""
         clock, self.clock = self.clock, self.clock.anew()
         try:

@@ -117,7 +117,7 @@ class Operator:
         return self._defaults[name]
 
 
-def _python_functions(func) -> dict[torch._C.DispatchKey, Callable[..., Any]]:
+def _python_functions(func: torch._ops.OpOverload) -> dict[torch._C.DispatchKey, Callable[..., Any]]:
     """By dispatch key, the functions of an operator that `torch.library.custom_op` made for all devices, if it did.
 
     CUDA runs what they call, operator by operator.
@@ -127,14 +127,14 @@ def _python_functions(func) -> dict[torch._C.DispatchKey, Callable[..., Any]]:
     return {key: functions[device] for device, key in _KEYS.items() if device in functions} if None in functions else {}
 
 
-def _keeps_answers(op: Operator, func) -> bool:
+def _keeps_answers(op: Operator, func: torch._ops.OpOverload) -> bool:
     """True if all that an operator does to tensors without values is to make new ones from given ones, if anything."""
     takes_tensors = any("Tensor" in str(a.type) for a in func._schema.arguments)
     moves = op.is_view or op.crosses or op.changes_size or torch.Tag.inplace_view in func.tags
     return func.namespace == "aten" and takes_tensors and not moves
 
 
-def _overload_with_generator(func) -> torch._ops.OpOverload | None:
+def _overload_with_generator(func: torch._ops.OpOverload) -> torch._ops.OpOverload | None:
     """`randn.default` -> `randn.generator`, `randint.low` -> `randint.low_generator`; None where there is none."""
     if torch.Tag.nondeterministic_seeded not in func.tags:
         return None

@@ -332,7 +332,7 @@ class ConcurrentThreads:
     def __enter__(self) -> None:
         self.clock.now, self.clock.share = self.began, self.share * self.members
 
-    def __exit__(self, *_) -> None:
+    def __exit__(self, *_: object) -> None:
         clock = self.clock
         self.ended = max(self.ended, clock.now)
         clock.now, clock.share = self.ended, self.share

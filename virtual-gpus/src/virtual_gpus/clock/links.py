@@ -155,7 +155,7 @@ def _labels(spec: GPUSpec, count: int, links, per_host: int):
     )  # fmt: skip
 
 
-def _label(spec: GPUSpec, links, row: int, column: int, count: int) -> str:
+def _label(spec: GPUSpec, links: str | None, row: int, column: int, count: int) -> str:
     if links is None:
         return spec.link.label
     if links == "NVSwitch":
@@ -168,7 +168,7 @@ def _label(spec: GPUSpec, links, row: int, column: int, count: int) -> str:
     return "PHB"
 
 
-def _checked(matrix, count: int):
+def _checked(matrix: Sequence[Sequence[str]], count: int) -> tuple[tuple[str, ...], ...]:
     rows = tuple(tuple(row) for row in matrix)
     draw_topology(rows)  # raises an error that says what is wrong
     if len(rows) != count:

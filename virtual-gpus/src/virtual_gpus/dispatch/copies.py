@@ -27,7 +27,7 @@ class ToCopy(torch.autograd.Function):
         return raw_copy(tensor, target, dtype, memory_format, blocking)
 
     @staticmethod
-    def setup_context(ctx, inputs, output):
+    def setup_context(ctx, inputs, output) -> None:
         """Note both ends of the copy."""
         tensor, ctx.target, ctx.dtype, *_ = inputs
         ctx.source, ctx.source_dtype = gpu_of(tensor), tensor.dtype
@@ -120,5 +120,5 @@ def _copied(tensor, target: VirtualGPU | None, dtype: torch.dtype, memory_format
     return made
 
 
-def _format_for(tensor, memory_format):
+def _format_for(tensor: torch.Tensor, memory_format: torch.memory_format) -> torch.memory_format | None:
     return memory_format if tensor.layout == torch.strided else None

@@ -104,14 +104,14 @@ def _part(value: Any, by_element: bool) -> Any:
     raise _Unusual
 
 
-def _made(form):
+def _made(form: Any) -> Any:
     kind = type(form)
     if kind is _Form:
         return _empty_strided(form[0], form[1], dtype=form[2], device=_META)
     return None if form is None else kind(map(_made, form))
 
 
-def _form(result, seen: set[int]):
+def _form(result: Any, seen: set[int]) -> Any:
     """seen: the storages that a result may not share, which grow by its own."""
     if type(result) in (list, tuple):
         return type(result)([_form(part, seen) for part in result])

@@ -32,7 +32,7 @@ class VirtualGPUMode(TorchDispatchMode):
         return False  # the wrapper that this would add costs a microsecond per operator
 
     @entrance_of_dispatch
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None) -> Any:
         try:
             machine = active()
             if types and any(map(is_wrapper, types)):
@@ -53,7 +53,7 @@ class VirtualGPUMode(TorchDispatchMode):
         raise torch.OutOfMemoryError(text)
 
 
-def _run_fake(func, args, kwargs) -> Any:
+def _run_fake(func: torch._ops.OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:
     """An operator under FakeTensorMode, whose tensors have no data: they take neither memory nor time.
 
     They stay on the CPU, since C++ would ask the driver for the GPU of a fake tensor (in `copy_`, and in backward).
@@ -97,7 +97,7 @@ def in_mode(function: Callable[..., Any]) -> Callable[..., Any]:
     """`function`, with the operators of the calling thread visible; afterwards the thread is as it was."""
 
     @functools.wraps(function)
-    def visibly(*args, **kwargs):
+    def visibly(*args: Any, **kwargs: Any) -> Any:
         entered = enter_thread()
         try:
             return function(*args, **kwargs)

@@ -206,7 +206,7 @@ def await_tensors(gpu: VirtualGPU, tensors: Iterable[torch.Tensor]) -> None:
 # ---- what the formulas say -------------------------------------------------------------------------------------------
 
 
-def _shape_of(result):
+def _shape_of(result: Any) -> tuple | None:
     if isinstance(result, torch.Tensor):
         return result.shape
     if isinstance(result, (list, tuple)):
@@ -238,7 +238,7 @@ def times(gpu: VirtualGPU, name: str, inputs, outputs, precision: str = "fp32", 
     return charge.seconds, host, pace.kernel * (charge.kernels - 1)
 
 
-def operands(tensors) -> tuple[Operand, ...]:
+def operands(tensors: Iterable[torch.Tensor]) -> tuple[Operand, ...]:
     """Tensors as `cost` takes them."""
     return tuple(Operand(tuple(t.shape), t.dtype.itemsize, _strides(t)) for t in tensors)
 
@@ -247,7 +247,7 @@ def _strides(tensor: torch.Tensor) -> tuple[int, ...]:
     return tensor.stride() if tensor.layout is torch.strided else ()
 
 
-def precision_of(library: str, tensors) -> str:
+def precision_of(library: str, tensors: Iterable[torch.Tensor]) -> str:
     """ "fp32", or what tensor cores make of it: TF32 is on for convolutions and off for products, as PyTorch has it."""
     dtype = [*[t.dtype for t in tensors if t.dtype.is_floating_point], torch.float32][0]
     if dtype == torch.float32 and library and _allows_tf32("cuda", library) == "tf32":

@@ -22,7 +22,7 @@ def prepare(call: OpCall) -> None:
         call.kwargs = {k: _as_shape(v) for k, v in call.kwargs.items()}
 
 
-def _as_shape(value):
+def _as_shape(value: object) -> object:
     if isinstance(value, torch.Tensor):
         return value.to("meta") if value.device.type == "cpu" and value.dim() and gpu_of(value) is None else value
     if isinstance(value, (list, tuple)) and any(isinstance(v, torch.Tensor) for v in value):
@@ -62,7 +62,7 @@ class NotKept(float):
     def __new__(cls) -> NotKept:
         return super().__new__(cls, "nan")
 
-    def __reduce__(self):
+    def __reduce__(self) -> tuple:
         return NotKept, ()
 
     def __repr__(self) -> str:
@@ -73,7 +73,7 @@ class NotKept(float):
     def __format__(self, spec: str) -> str:
         return self.WORDS
 
-    def _result(self, *_) -> NotKept:
+    def _result(self, *_: object) -> NotKept:
         return self
 
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _result

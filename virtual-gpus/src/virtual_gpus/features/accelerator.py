@@ -36,12 +36,12 @@ def empty_host_cache() -> None:
     """Pinned memory is not kept, so there is nothing to give back."""
 
 
-def memory_stats(device_index=None, /):
+def memory_stats(device_index: torch.device | str | int | None = None, /) -> dict[str, int]:
     """See torch.cuda.memory_stats, which is PyTorch's own function and so cannot stand for another one."""
     return torch.cuda.memory_stats(device_index)
 
 
-def _get_accelerator(check=None) -> torch.device:
+def _get_accelerator(check: bool | None = None) -> torch.device:
     """What C++ answers: the accelerator of this build, or of this machine with `check`; cpu where there is none."""
     return torch.device("cuda" if active().gpus or not check else "cpu")
 
@@ -50,12 +50,12 @@ _raw_get_device_module = torch.get_device_module
 
 
 @functools.wraps(_raw_get_device_module)
-def get_device_module(device=None):
+def get_device_module(device: torch.device | str | int | None = None):
     """torch.cuda, unless another device is named."""
     return torch.cuda if device is None else _raw_get_device_module(device)
 
 
-def patches():
+def patches() -> list[tuple]:
     """See `features`."""
     rows = in_package("torch.accelerator", current_accelerator, empty_host_cache, memory_stats, **_SAME)
     rows += [(torch._C, "_accelerator_exchangeDevice", cuda._exchange_device),  # `with device_index(1):`

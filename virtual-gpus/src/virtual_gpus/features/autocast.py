@@ -94,7 +94,7 @@ BANNED_TEXT = (
 # ---- casts: as `cached_cast` and `prioritize` in aten/src/ATen/autocast_mode.cpp and autocast_mode.h -----------------
 
 
-def is_eligible(value) -> bool:
+def is_eligible(value: object) -> bool:
     """True for what CUDA's autocast may cast: a floating-point tensor on a GPU that is not float64."""
     return isinstance(value, torch.Tensor) and value.dtype in _CASTABLE and is_on_gpu(value)
 
@@ -325,7 +325,7 @@ def _has_scale(scaler) -> bool:
     return not scaler.is_enabled() or scaler._scale is None or has_values(scaler._scale)
 
 
-def patches():
+def patches() -> list[tuple]:
     """See `features`."""
     rows = [(owner, f.__name__, f) for owner in (torch, torch._C) for f in (set_autocast_enabled, clear_autocast_cache)]
     return rows + [(_Scaler, f.__name__, f) for f in (_maybe_opt_step, get_scale, _get_growth_tracker)]

@@ -84,7 +84,7 @@ def handles_of(gpu: VirtualGPU) -> Handles:
     return handles
 
 
-def leave_handle(gpu: VirtualGPU, holder) -> None:
+def leave_handle(gpu: VirtualGPU, holder: object) -> None:
     """`holder`, a thread, has ended. If it had a handle on the GPU, the next thread may have it."""
     if "blas" in gpu.feature_state:
         gpu.feature_state["blas"].leave(holder)
@@ -186,6 +186,6 @@ def _cuda_clearCublasWorkspaces() -> None:
         handles_of(gpu).kept.clear()
 
 
-def patches():
+def patches() -> list[tuple]:
     """See `features`."""
     return [(torch._C, "_cuda_clearCublasWorkspaces", _cuda_clearCublasWorkspaces)]

@@ -28,7 +28,7 @@ class _NvidiaSmi:
         return "".join(line + os.linesep for line in lines).encode(), None
 
 
-def _of_gputil():
+def _of_gputil() -> list[tuple]:
     """No rows without GPUtil."""
     try:
         import GPUtil.GPUtil as module
@@ -37,7 +37,7 @@ def _of_gputil():
     return [(module, "Popen", _NvidiaSmi)]
 
 
-def _of_pynvml():
+def _of_pynvml() -> list[tuple]:
     """NVML would tell of the machine's real GPUs, or of none: programs hear that there is no such library."""
     module = sys.modules.get("pynvml")
     return [(module, "nvmlInitWithFlags", _no_library)] if hasattr(module, "nvmlInitWithFlags") else []
@@ -48,6 +48,6 @@ def _no_library(flags: int) -> None:
     raise nvml.NVMLError(nvml.NVML_ERROR_LIBRARY_NOT_FOUND)
 
 
-def patches():
+def patches() -> list[tuple]:
     """See `features`."""
     return _of_gputil() + _of_pynvml()

@@ -25,7 +25,7 @@ def _group_tensors_by_device_and_dtype(tensorlistlist, with_indices: bool = Fals
     return {key: (lists, indices if with_indices else []) for key, (lists, indices) in groups.items()}
 
 
-def patches():
+def patches() -> list[tuple]:
     """See `features`. Some of these modules are imported only where a program asks for them."""
     group = _group_tensors_by_device_and_dtype
     users = ("torch.utils._foreach_utils", "torch.optim.optimizer", "torch.nn.utils.clip_grad", "torch.optim.swa_utils")

@@ -54,7 +54,7 @@ _INSTEAD = {
 }  # fmt: skip
 
 
-def _refuse(owner, name: str, path: str) -> table.Patch:
+def _refuse(owner: object, name: str, path: str) -> table.Patch:
     """The patch that refuses `owner.name`. A class stays the type it is, since programs name it in annotations and
     ask isinstance; only making one is refused, of subclasses too."""
     original, refused = vars(owner)[name], errors.refusing(path, _INSTEAD.get(name, ""))
@@ -78,11 +78,11 @@ _ON_CPU_ONLY += [(torch.Tensor, f"__dlpack{end}__", "DLPack export of a GPU tens
 _ON_CPU_ONLY += [(torch.nested, name, f"torch.nested.{name} on a GPU") for name in _NESTED]
 
 
-def _on_cpu_only(error: Callable[[], Exception], original):
+def _on_cpu_only(error: Callable[[], Exception], original: Callable[..., Any]) -> Callable[..., Any]:
     """`original`, which refuses tensors and modules on a GPU, and a `device` that is one."""
 
     @functools.wraps(original)
-    def call(*args, **kwargs):
+    def call(*args: Any, **kwargs: Any) -> Any:
         tensors, device = tree_leaves((args, kwargs)), kwargs.get("device")
         modules = [leaf for leaf in tensors if isinstance(leaf, torch.nn.Module)]
         tensors += [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
@@ -94,7 +94,7 @@ def _on_cpu_only(error: Callable[[], Exception], original):
     return call
 
 
-def patches():
+def patches() -> list[table.Patch]:
     """See `features`. A name that this PyTorch version lacks gives no row."""
     rows = [
         _refuse(sys.modules[path], name, f"{path}.{name}")

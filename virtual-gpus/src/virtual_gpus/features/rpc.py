@@ -25,26 +25,26 @@ def _refuse(values: Sequence[Any]) -> None:
         raise errors.not_modelled("sending a GPU tensor by torch.distributed.rpc (send x.cpu() instead)")
 
 
-def _sending(function: Callable, *args, **kwargs):
+def _sending(function: Callable, *args: Any, **kwargs: Any) -> Any:
     """A function of C++ that sends the tensors among its arguments, after a look at them."""
     _refuse((*args, *kwargs.values()))
     return function(*args, **kwargs)
 
 
-def _without_devices(function: Callable, self, *args, **kwargs):
+def _without_devices(function: Callable, self, *args: Any, **kwargs: Any) -> Any:
     """A method of `TensorPipeRpcBackendOptions`: an agent that knows GPUs would look for CUDA's driver in C++."""
     if args or kwargs.get("device_maps") or kwargs.get("devices"):
         raise errors.not_modelled("device maps of torch.distributed.rpc (send x.cpu() instead)")
     return function(self, *args, **kwargs)
 
 
-def _serialize(function: Callable, self, obj):
+def _serialize(function: Callable, self, obj: Any) -> tuple[bytes, list[torch.Tensor]]:
     data, tensors = function(self, obj)
     _refuse(tensors)
     return data, tensors
 
 
-def _calling_back(function: Callable, self, callback):
+def _calling_back(function: Callable, self, callback: Callable) -> Any:
     """`then` and `add_done_callback` of a future: the thread that completes it calls the function."""
     return function(self, in_mode(callback))
 

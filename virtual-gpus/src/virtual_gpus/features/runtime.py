@@ -72,7 +72,7 @@ def version() -> tuple[int, ...]:
 _raw_version = torch.cuda.nccl.version
 
 
-def patches():
+def patches() -> list[tuple]:
     """See `features`."""
     return [*in_package("torch.cuda", cudart, _sleep), (torch.cuda.nccl, "version", version),
             (torch.cuda, "_cudart", _runtime)]  # fmt: skip

@@ -21,7 +21,7 @@ _is_dense = torch.ops.aten.is_non_overlapping_and_dense
 _CAST = torch.bfloat16, torch.float32  # the types between which chunk_cat casts on the way
 
 
-def split_with_sizes_copy(call: OpCall):
+def split_with_sizes_copy(call: OpCall) -> list[torch.Tensor] | None:
     """The gathered buffer, into the tensors of the layer: split_with_sizes_copy_out_cuda."""
     if "out" not in call.op.names:
         return call.run()
@@ -40,7 +40,7 @@ def split_with_sizes_copy(call: OpCall):
     return call.run()
 
 
-def chunk_cat(call: OpCall):
+def chunk_cat(call: OpCall) -> torch.Tensor:
     """The gradients of the layer, into the buffer that is scattered: _chunk_cat_out_cuda, fsdp::chunk_cat_mixed_dtype.
 
     Where their types do not allow for the one kernel, gradients are cast and padded first.

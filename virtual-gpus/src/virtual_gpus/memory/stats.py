@@ -82,7 +82,7 @@ class Stat:
 _nows, _peaks, _ups = (attrgetter(*(name + kind for name in METRICS)) for kind in ("", "_peak", "_up"))
 
 
-def _figures(tally):
+def _figures(tally: Tally) -> Iterable[tuple[int, int, int]]:
     """Of every metric: now, peak, and all that was added."""
     return zip(_nows(tally), _peaks(tally), _ups(tally), strict=True)
 

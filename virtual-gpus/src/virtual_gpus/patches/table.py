@@ -88,7 +88,7 @@ def around(original: Callable[..., Any], function: Callable[..., Any]) -> Callab
     """What answers for `original` by `function(original, ...)`."""
 
     @functools.wraps(original)
-    def answer(*args, **kwargs):
+    def answer(*args: Any, **kwargs: Any) -> Any:
         return function(original, *args, **kwargs)
 
     return answer

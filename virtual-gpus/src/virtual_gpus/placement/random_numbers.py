@@ -33,7 +33,7 @@ _THREADS_PER_BLOCK, _BLOCKS_PER_MULTIPROCESSOR, _PER_CALL = 256, 8, 4
 class _AnyGenerator(type(torch._C.Generator)):
     """isinstance(g, torch.Generator) stays true for generators that C++ made."""
 
-    def __instancecheck__(cls, instance) -> bool:
+    def __instancecheck__(cls, instance: object) -> bool:
         return isinstance(instance, torch._C.Generator)
 
 
@@ -46,7 +46,7 @@ class Generator(torch._C.Generator, metaclass=_AnyGenerator):
     the same in every process; that is what DTensor asks for.
     """
 
-    def __new__(cls, device="cpu"):
+    def __new__(cls, device: torch.device | str | int = "cpu"):
         made = super().__new__(cls, "cpu")
         made._device = torch.device(device) if not isinstance(device, int) else torch.device("cuda", device)
         if made._device.type == "cuda" and made._device.index is None:

@@ -109,7 +109,7 @@ def nbytes(tensor: torch.Tensor) -> int:
 # ---- tensors and their storages -------------------------------------------------------------------------------------
 
 
-def tensors_in(value) -> list[torch.Tensor]:
+def tensors_in(value: object) -> list[torch.Tensor]:
     """The tensors of an argument or result: itself, those in lists, tuples and the lists within, or none."""
     if isinstance(value, torch.Tensor):
         return [value]
@@ -279,7 +279,7 @@ def place(tensor: torch.Tensor, gpu: VirtualGPU) -> torch.Tensor:
     return tensor
 
 
-def place_all(result, gpu: VirtualGPU) -> None:
+def place_all(result: object, gpu: VirtualGPU) -> None:
     """`place` for whatever an operator returned: a tensor, nothing, or lists of them."""
     if isinstance(result, torch.Tensor):
         try:

@@ -29,9 +29,9 @@ def arrived(tensor: Any) -> Any:
 
 class _Arrived(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, tensor):
+    def forward(ctx: Any, tensor: Any) -> torch.Tensor:
         return tensor.wait().detach()  # not the tensor inside itself, which has no graph
 
     @staticmethod
-    def backward(ctx, gradient):
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
         return gradient

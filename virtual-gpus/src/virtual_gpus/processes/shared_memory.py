@@ -52,7 +52,7 @@ class SharedMemoryRegistry:
         self._begin()
         atexit.register(self.close)
 
-    def _begin(self):
+    def _begin(self) -> None:
         self._pid, self._lock, self._file = os.getpid(), threading.RLock(), None
         self._used, self._inherited = [0] * self._count, [0] * self._count
 
@@ -92,7 +92,7 @@ class SharedMemoryRegistry:
                 self._write()
         return own, others
 
-    def _write(self):
+    def _write(self) -> None:
         if self._file is None:
             self._file = open(self.folder / f"{self._prefix}{os.getpid()}", "w+b", buffering=0)
             if fcntl is not None:

@@ -81,10 +81,10 @@ class Timeline:
         clock.wait(max(track.done for track in clock.tracks))
         return clock.now
 
-    def _step_begins(self, *_) -> None:
+    def _step_begins(self, *_: object) -> None:
         self._in_step = True
 
-    def _step_ends(self, *_) -> None:
+    def _step_ends(self, *_: object) -> None:
         self._in_step = False
 
     def _hear(self, gpu: VirtualGPU, event: str, address: int, size: int) -> None:

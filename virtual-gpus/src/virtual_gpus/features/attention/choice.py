@@ -37,7 +37,7 @@ class AttentionCall:
         self.trains = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
 
     @property
-    def parts(self):
+    def parts(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Query, key and value."""
         return self.query, self.key, self.value
 

@@ -61,7 +61,7 @@ def _forward(backend: int, call: OpCall) -> tuple[Any, ...]:
     return out, lse, None, None, query.shape[2], key.shape[2], seed, offset, mask  # None: of several texts in one
 
 
-def _shaped(lse: torch.Tensor, shape) -> torch.Tensor:
+def _shaped(lse: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
     """The logarithms (N, heads, rows) with as many rows and dimensions as the kernel gives."""
     if lse.shape[2] < shape[2]:
         lse = torch.nn.functional.pad(lse, (0, shape[2] - lse.shape[2]), value=math.inf)
@@ -92,7 +92,7 @@ def _backward(backend: int, call: OpCall) -> tuple[Any, ...]:
     return (*found, *[None] * (4 - len(found))) if backend == EFFICIENT else tuple(found)
 
 
-def _kernel(backend: int, call: OpCall, bias, trains: bool) -> tuple[Any, Numbers]:
+def _kernel(backend: int, call: OpCall, bias: torch.Tensor | None, trains: bool) -> tuple[Any, Numbers]:
     query, key, value = call["query"], call["key"], call["value"]
     if backend != EFFICIENT and query.dtype not in HALF:
         raise RuntimeError(f"aten::{call.op.name} takes fp16 and bf16 on CUDA, not {query.dtype}.")
@@ -108,7 +108,7 @@ def unseen():
         yield
 
 
-def _with_strides(result, strides):
+def _with_strides(result: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
     """`result` as CUDA's kernel lays it into memory."""
     return result if result.stride() == strides else result.new_empty_strided(result.shape, strides).copy_(result)
 

@@ -48,7 +48,7 @@ def scaled_dot_product_attention(
     return call(query, key, value, attn_mask, dropout_p, is_causal, **rest)
 
 
-def _is_wrong(query, *others, dropout: float) -> bool:
+def _is_wrong(query: torch.Tensor, *others: torch.Tensor, dropout: float) -> bool:
     """What PyTorch refuses before it looks for a kernel (validate_sdpa_input): its own operator says why."""
     dtypes = [part.dtype for part in others]
     mask_fits = len(others) < 3 or dtypes[2] in (torch.bool, torch.float32, query.dtype)
@@ -96,13 +96,13 @@ def _attention(gpu, query, key, value, mask, dropout, causal, scale, gqa):
     return out if out.shape[-1] == width else out[..., :width]
 
 
-def _added(mask, query):
+def _added(mask: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
     """A mask of bools as one to add: 0 where allowed, -inf elsewhere, made of the same tensors as in PyTorch's C++."""
     allowed, hidden = (torch.scalar_tensor(v, dtype=query.dtype, device=query.device) for v in (0.0, -math.inf))
     return torch.where(mask, allowed, hidden)
 
 
-def _expanded(mask, query, key, backend: int):
+def _expanded(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor, backend: int) -> torch.Tensor:
     """The mask in four dimensions. The memory-efficient kernel wants its rows to begin at multiples of 8."""
     heads = mask.shape[1] if mask.dim() == 4 else 1
     if backend == EFFICIENT:
@@ -141,7 +141,7 @@ def _math(query, key, value, mask, dropout, causal, scale, gqa):
     return out
 
 
-def safe_softmax(call: OpCall):
+def safe_softmax(call: OpCall) -> torch.Tensor:
     """Rows without any finite score get zeros: found with operators that each have a result of their own."""
     scores, dim = call["self"], call["dim"]
     rows = max(1, scores.shape[dim]) if scores.dim() else 1
@@ -162,7 +162,7 @@ def get_fastpath_enabled() -> bool:
 RECIPES = {"_safe_softmax": safe_softmax}
 
 
-def patches():
+def patches() -> list[tuple]:
     """See `features`."""
     owners = (torch.nn.functional, torch._C._nn)
     rows = [(owner, scaled_dot_product_attention.__name__, scaled_dot_product_attention) for owner in owners]

@@ -76,13 +76,13 @@ class Numbers:
         """What stays after dropout counts 1 / (1 - p) times."""
         return 1 / (1 - self.dropout) if self.dropout < 1 else 0.0
 
-    def _bias(self, bias, query, key):
+    def _bias(self, bias: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor | list[None]:
         """What is added to the scores of each sample: (heads or 1, rows, columns), or None."""
         if self.causal:
             bias = query.new_full((1, 1, query.shape[2], key.shape[2]), -math.inf).triu_(1)
         return [None] * len(query) if bias is None else bias.expand(len(query), -1, -1, -1)
 
-    def _masks(self, query, key, seed):
+    def _masks(self, query: torch.Tensor, key: torch.Tensor, seed: int):
         """Dropout's mask of each sample, True where a weight stays: 16 random bits each."""
         if not self.dropout:
             return [None] * len(query)
@@ -114,28 +114,28 @@ class Numbers:
         return of_scores @ key * scale, of_scores.transpose(-2, -1) @ query * scale, left.mT @ gradient, of_scores
 
 
-def _bits(count: int, generator) -> torch.Tensor:
+def _bits(count: int, generator: torch._C.Generator) -> torch.Tensor:
     """`count` random integers of 16 bits; four come with each draw."""
     drawn = torch.empty(-(-count // 4), dtype=torch.int64).random_(-(1 << 63), None, generator=generator)
     return drawn.view(torch.int16)[:count]
 
 
-def _wide(tensor):
+def _wide(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.float() if tensor.dtype in HALF else tensor
 
 
-def _for_cpu(tensor):
+def _for_cpu(tensor: torch.Tensor | None) -> torch.Tensor | None:
     """In float32 what this CPU has no kernels for: its results are rounded once, as a GPU's are."""
     return tensor.float() if tensor is not None and tensor.dtype in slow_types() else tensor
 
 
-def for_all_heads(query, tensor):
+def for_all_heads(query: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
     """Keys or values that heads share, once per head of the query."""
     shared = query.shape[-3] // max(1, tensor.shape[-3])
     return tensor if shared <= 1 else tensor.repeat_interleave(shared, -3)
 
 
-def _added_up(gradient, tensor):
+def _added_up(gradient: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
     """The gradients of all heads that share a key, added up."""
     if gradient.shape[1] == tensor.shape[1]:
         return gradient

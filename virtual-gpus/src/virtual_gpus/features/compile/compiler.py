@@ -96,6 +96,6 @@ def _say_once() -> None:
     _said = True
 
 
-def patches():
+def patches() -> list[tuple]:
     """See `features`."""
     return [(torch, "compile", compile), (torch.compiler, "set_stance", set_stance)]

@@ -96,7 +96,7 @@ def _try(gpu: VirtualGPU, size: int) -> None:
             return  # another kernel needs less
 
 
-def _laid_out(tensor: torch.Tensor | None, layout: torch.memory_format):
+def _laid_out(tensor: torch.Tensor | None, layout: torch.memory_format) -> torch.Tensor | None:
     """The result in CUDA's order of channels; the CPU's kernels and the meta ones pick their own."""
     return None if tensor is None else tensor.contiguous(memory_format=layout)
 
@@ -110,7 +110,7 @@ def _packed(copies: ExitStack, gpu: VirtualGPU, tensor: torch.Tensor, layout: to
 # ---- forward -------------------------------------------------------------------------------------------------------
 
 
-def convolution(call: OpCall):
+def convolution(call: OpCall) -> torch.Tensor:
     """`aten::convolution`, of one, two or three dimensions, transposed or not."""
     x, weight = call["input"], call["weight"]
     if call.op.written or not x.numel():  # `out=` decides the layout itself; nothing in, nothing to do
@@ -130,7 +130,7 @@ def convolution(call: OpCall):
 # ---- backward ------------------------------------------------------------------------------------------------------
 
 
-def convolution_backward(call: OpCall):
+def convolution_backward(call: OpCall) -> tuple[torch.Tensor | None, ...]:
     """`aten::convolution_backward`: gradients of input, filters and bias, as `output_mask` asks."""
     x, weight = call["input"], call["weight"]
     if call.op.written or not x.numel():

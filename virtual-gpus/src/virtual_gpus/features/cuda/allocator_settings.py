@@ -99,7 +99,7 @@ def described() -> dict:
     }
 
 
-def patches():
+def patches() -> list[tuple]:
     """See `features`. Builds without CUDA, and older versions, have not all of them."""
     rows = [(torch._C, "_accelerator_setAllocatorSettings", _accelerator_setAllocatorSettings)]
     if hasattr(torch._C, "_accelerator_getAllocatorSettings"):

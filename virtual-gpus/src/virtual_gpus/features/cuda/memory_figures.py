@@ -64,7 +64,7 @@ def get_allocator_backend() -> str:
     return "native"
 
 
-def patches():
+def patches() -> list[tuple]:
     """See `features`."""
     return in_package("torch.cuda", memory_stats_as_nested_dict, reset_peak_memory_stats, empty_cache, mem_get_info,
                        reset_accumulated_memory_stats, set_per_process_memory_fraction,

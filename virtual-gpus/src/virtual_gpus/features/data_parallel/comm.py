@@ -21,13 +21,13 @@ from virtual_gpus.placement.storages import gpu_of, nbytes
 
 
 @entrance
-def _broadcast(tensor, devices):
+def _broadcast(tensor: torch.Tensor, devices: list[int]) -> list[torch.Tensor]:
     """Copies of `tensor` on each of `devices`; the one on its own GPU is the tensor itself."""
     return [move(tensor, gpu_at(device)) for device in devices]
 
 
 @entrance
-def _broadcast_coalesced(tensors, devices, buffer_size: int):
+def _broadcast_coalesced(tensors: list[torch.Tensor], devices: list[int], buffer_size: int) -> list[list[torch.Tensor]]:
     """Copies of many tensors on each of `devices`, sent in flat buffers of `buffer_size` bytes.
 
     The first device's list holds the tensors themselves, the others' hold pieces of flat buffers. Returns one list per
@@ -53,7 +53,7 @@ _TYPES = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.
           torch.complex32, torch.complex64, torch.complex128, torch.bool)  # fmt: skip
 
 
-def _chunks(tensors, limit: int):
+def _chunks(tensors: list[torch.Tensor], limit: int):
     """Groups of one dtype, each closed by the tensor that fills it (`take_tensors`, torch/csrc/utils/tensor_flatten).
 
     PyTorch's Python has a function of that name as well, which closes a group before it would overflow.
@@ -80,7 +80,7 @@ def _sent(chunk, gpus):
     return made
 
 
-def _pieces(flat, like):
+def _pieces(flat: torch.Tensor, like: list[torch.Tensor]) -> list[torch.Tensor]:
     """Tensors shaped as `like` on the storage of `flat`, each a tensor of its own rather than a view of it."""
     pieces, offset = [], 0
     for tensor in like:
@@ -135,20 +135,20 @@ def _gather(tensors, dim: int, destination: int | None = None):
     return out
 
 
-def _format(tensors) -> torch.memory_format:
+def _format(tensors: list[torch.Tensor] | tuple[torch.Tensor, ...]) -> torch.memory_format:
     """Channels last if all tensors are."""
     last = all(t.dim() == 4 and t.is_contiguous(memory_format=torch.channels_last) for t in tensors)
     first = all(t.is_contiguous() for t in tensors)
     return torch.channels_last if last and not first else torch.contiguous_format
 
 
-def _check(holds, words: str) -> None:
+def _check(holds: bool, words: str) -> None:
     """TORCH_CHECK."""
     if not holds:
         raise RuntimeError(words)
 
 
-def patches():
+def patches() -> list[tuple]:
     """See `features`. A PyTorch without CUDA lacks these names, and its torch.nn.parallel.comm asks for them too."""
     functions = (_broadcast, _broadcast_coalesced, _scatter, _gather)
     refused = {name: errors.refusing(f"torch.nn.parallel.comm.{name} with out", "Let it make the tensors.")

@@ -23,7 +23,7 @@ from virtual_gpus.threads import this_thread
 # ---- NCCL inside one process: only what reduce_add asks of it -----------------------------------------------------
 
 
-def is_available(tensors) -> bool:
+def is_available(tensors: Sequence[torch.Tensor]) -> bool:
     """NCCL takes dense, contiguous tensors on different GPUs."""
     tensors = list(tensors)
     gpus = [gpu_of(t) for t in tensors]
@@ -121,7 +121,7 @@ def forget() -> None:
     sys.modules["torch.nn.parallel._functions"]._streams = None
 
 
-def patches():
+def patches() -> list[tuple]:
     """See `features`. The modules are taken from sys.modules: functions of the same names hide them."""
     rows = [(torch.cuda.nccl, "is_available", is_available), (torch.cuda.nccl, "reduce", reduce)]
     shim = SimpleNamespace(Thread=SequentialThread, Lock=threading.Lock)

@@ -7,7 +7,7 @@ tensor as it was, and so does a product. The operators are those of torch/csrc/d
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -38,7 +38,7 @@ def collective(call: OpCall) -> Any:
 
 
 @contextmanager
-def reducing(operation: Any):
+def reducing(operation: Any) -> Iterator[None]:
     """While a method of a process group runs: the operation that it was given, a ReduceOp or None."""
     _operation.append(operation)
     try:
@@ -111,7 +111,7 @@ def answer(call: OpCall) -> Any:
     return (None, work, (written, work))[results]  # two results: the tensors that were written, and the work
 
 
-def _functional(call: OpCall):
+def _functional(call: OpCall) -> Any:
     """What a functional collective returns: the tensor that it was given to write or to wait for, or else a new one.
 
     PyTorch's shape functions make new tensors of all, as a trace wants them. That would be a second block, which no

@@ -55,7 +55,7 @@ class Arrival:
         return self._end
 
 
-def lane_of(group, kind: str) -> Lane:
+def lane_of(group: torch.distributed.ProcessGroup, kind: str) -> Lane:
     whole = f"queue {group.group_name}"
     parts = {"send": f"{whole}, send", "recv": f"{whole}, recv"}
     queue = parts.get(kind, whole)
@@ -84,7 +84,7 @@ def occupy(gpu: VirtualGPU, lane: Lane, start: float, end: float, sent: float) -
     clock.hold(gpu.slot, lane.queue, end)
 
 
-def note(gpu: VirtualGPU, tensors: Iterable[torch.Tensor], arrival) -> None:
+def note(gpu: VirtualGPU, tensors: Iterable[torch.Tensor], arrival: Arrival) -> None:
     """What uses `tensors` waits for `arrival`, and so does `wait()` of the Work that stands for it."""
     _last_issued.collective = gpu, arrival
     for tensor in tensors:

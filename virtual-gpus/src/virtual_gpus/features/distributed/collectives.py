@@ -96,13 +96,13 @@ def charge_collective(call: OpCall, gpus: Sequence[VirtualGPU | None], result: A
         gpu.machine.follower.collective(gpu, meeting.lane.queue, name, reads, written, arrival)
 
 
-def charge_barrier(gpu: VirtualGPU, group) -> None:
+def charge_barrier(gpu: VirtualGPU, group: torch.distributed.ProcessGroup) -> None:
     """`dist.barrier()`: the hosts wait until the last one has come."""
     gpu.machine.clock.wait(_carry(_meet(gpu, group, "barrier", "barrier")), gpu.slot)
     gpu.machine.follower.host_waits(gpu)
 
 
-def _written(call: OpCall, group) -> list[torch.Tensor]:
+def _written(call: OpCall, group: torch.distributed.ProcessGroup) -> list[torch.Tensor]:
     """The tensors that a collective fills: the first ones, but for a root that broadcasts."""
     if call.op.base == "broadcast_" and call["root_rank"] == group.rank():
         return []
@@ -167,7 +167,7 @@ def _refuse_shared_gpus(places: Sequence[tuple[int, int]]) -> None:
             )
 
 
-def _gathered(group, what: str, mine: torch.Tensor) -> list[torch.Tensor]:
+def _gathered(group: torch.distributed.ProcessGroup, what: str, mine: torch.Tensor) -> list[torch.Tensor]:
     """A CPU tensor of every process of the group, in order of rank."""
     with below(), torch._C._DisableTorchDispatch(), torch.no_grad():
         found = [torch.empty_like(mine) for _ in range(group.size())]
@@ -223,7 +223,7 @@ def unawaited(call: OpCall) -> torch.Tensor:
 # ---- tensors and groups ----------------------------------------------------------------------------------------------
 
 
-def _group_of(call: OpCall):
+def _group_of(call: OpCall) -> torch.distributed.ProcessGroup | None:
     """The process group of a call: a TorchScript object among its arguments, or the name of one. None without one."""
     if "group_name" in call.op.names:
         group = call["group_name"]
@@ -308,7 +308,7 @@ def _await(sent: Any, result: Any) -> None:
             (result if isinstance(result, list) else [result])[i].copy_(arrived)
 
 
-def _size(kind: str, given: Sequence[Any], group) -> int:
+def _size(kind: str, given: Sequence[Any], group: torch.distributed.ProcessGroup) -> int:
     """The bytes of the larger side. Of what is gathered or scattered, which only the root has, each rank has a part."""
     sides = [nbytes for side in given if (nbytes := gpu_bytes([side]))]
     return min(sides, default=0) * group.size() if kind in ("gather", "scatter") else max(sides, default=0)

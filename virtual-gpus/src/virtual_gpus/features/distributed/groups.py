@@ -50,7 +50,7 @@ def require_backend(group: object, kind: str) -> None:
         raise RuntimeError(f"No backend type associated with device type {kind}")
 
 
-def carrier(group):
+def carrier(group: torch.distributed.ProcessGroup) -> torch.distributed.ProcessGroup:
     """The group that gloo has for a group's GPU tensors.
 
     Collectives of GPU tensors and of CPU tensors have different backends on a real machine, so different threads may
@@ -59,13 +59,13 @@ def carrier(group):
     return carriers.get(group, group)
 
 
-def is_alone(group) -> bool:
+def is_alone(group: torch.distributed.ProcessGroup) -> bool:
     """True if no other process answers in a group: that of PyTorch's backend "fake", whose ranks are not there."""
     fake = torch._C._distributed_c10d.FakeProcessGroup
     return any(isinstance(group._get_backend(device), fake) for device in group._device_types[:1])
 
 
-def links_when_alone(gpu: VirtualGPU, group) -> GroupLinks:
+def links_when_alone(gpu: VirtualGPU, group: torch.distributed.ProcessGroup) -> GroupLinks:
     """The links of a group in which this process is alone. Its members are counted once, not at every collective."""
     known = _links.get(group)
     if known is None or known[0].machine is not gpu.machine:
@@ -81,7 +81,7 @@ def links_between(gpu: VirtualGPU, group, places: Sequence[tuple[int, int]]) -> 
     return gpu.machine.topology.links_of_group(places, per_host=max(1, min(settings.count, ranks) // settings.hosts))
 
 
-def _world_size(group) -> int:
+def _world_size(group: torch.distributed.ProcessGroup) -> int:
     """The ranks of the program. A group that was made without `init_process_group` has them all."""
     return torch.distributed.get_world_size() if torch.distributed.is_initialized() else group.size()
 
@@ -92,7 +92,7 @@ def place_of(gpu: VirtualGPU) -> tuple[int, int]:
     return host, gpu.slot
 
 
-def row_of(group, kind: str) -> str:
+def row_of(group: torch.distributed.ProcessGroup, kind: str) -> str:
     """The row of a timeline for one kind of collective: "all-gather", or "all-gather, tp" in a dimension of a mesh."""
     kind = kind.replace("_", "-")
     if group.size() == _world_size(group):
@@ -100,6 +100,6 @@ def row_of(group, kind: str) -> str:
     return f"{kind}, {described(group) or f'group {group.group_name}'}"
 
 
-def described(group) -> str:
+def described(group: torch.distributed.ProcessGroup) -> str:
     """What a program calls a group: the name of a mesh's dimension, or `group_desc`. Empty if it has no such name."""
     return group.group_desc.removeprefix("mesh_").removeprefix("undefined")

@@ -208,7 +208,7 @@ def _by_nccls_rules(name: str, function: Callable) -> Callable:
 
     @functools.wraps(function)
     @entrance
-    def method(group, *args, **rest):
+    def method(group: torch.distributed.ProcessGroup, *args: Any, **rest: Any) -> Any:
         tensors = tensors_in((*args, *rest.values()))
         if this_thread.inside or not tensors or any(is_fake(type(t)) or is_wrapper(type(t)) for t in tensors):
             return function(group, *args, **rest)
@@ -310,7 +310,7 @@ def _issue(group: Any, name: str, function: Callable, args: list[Any], rest: dic
     return work
 
 
-def _wait(function: Callable, self, *args, **kwargs) -> bool:
+def _wait(function: Callable, self, *args: Any, **kwargs: Any) -> bool:
     """Gloo makes some results in a tensor of its own and copies them at `wait`, which NCCL does not: no GPU copies."""
     if not this_thread.inside:
         await_work(self)
@@ -320,7 +320,7 @@ def _wait(function: Callable, self, *args, **kwargs) -> bool:
         return function(self, *args, **kwargs)
 
 
-def _get_future(function: Callable, self):
+def _get_future(function: Callable, self) -> torch.futures.Future:
     """`Work.get_future`. A collective is over once it is issued (`collectives.run`), so that `then` calls its
     function at once, as with NCCL, and all ranks issue what follows in one order."""
     give_to_future(self)
@@ -330,14 +330,14 @@ def _get_future(function: Callable, self):
 # ---- coalescing ------------------------------------------------------------------------------------------------------
 
 
-def _start_coalescing(function: Callable, group, device):
+def _start_coalescing(function: Callable, group: torch.distributed.ProcessGroup, device: torch.device) -> Any:
     """Gloo cannot put collectives together: they go one by one, and `_end_coalescing` gives one Work for all."""
     if not is_nccl(group) or active().settings.rank is not None:
         return function(group, device)
     _open[group] = []
 
 
-def _end_coalescing(function: Callable, group, device):
+def _end_coalescing(function: Callable, group: torch.distributed.ProcessGroup, device: torch.device) -> Any:
     return function(group, device) if group not in _open else _together()(_open.pop(group), [])
 
 

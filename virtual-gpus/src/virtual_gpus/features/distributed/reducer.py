@@ -46,7 +46,7 @@ class _Buckets(TorchDispatchMode):
 
 
 @entrance
-def _on(tensor, gpu: VirtualGPU):
+def _on(tensor: torch.Tensor, gpu: VirtualGPU) -> torch.Tensor:
     return place(tensor, gpu)
 
 
@@ -96,7 +96,7 @@ def _without_times(base):
     return Logger
 
 
-def _numbers_by_gpu(tensors) -> list[list[int]]:
+def _numbers_by_gpu(tensors: list[torch.Tensor]) -> list[list[int]]:
     """The places in a list of tensors, one list per GPU: C++, which sees one CPU, must not mix them."""
     places: dict[int, list[int]] = {}
     for number, tensor in enumerate(tensors):
@@ -135,7 +135,7 @@ def _broadcast_coalesced(process_group, tensors, *args, **kwargs) -> None:
         _raw_broadcast_coalesced(process_group, [tensors[n] for n in numbers], *args, **kwargs)
 
 
-def patches():
+def patches() -> list[tuple]:
     """See `features`."""
     if not torch.distributed.is_available():
         return []

@@ -26,7 +26,7 @@ class _SharedStorage:
     def __init__(self, storage: torch.UntypedStorage):
         self.storage = storage
 
-    def __reduce__(self):
+    def __reduce__(self) -> tuple:
         with below():  # where the storage says that it is on the CPU
             if self.storage.device.type == "meta":
                 return _without_values, (self.storage.nbytes(),)
@@ -80,7 +80,7 @@ def _release_ipc_counter_cuda(*_) -> None:
     """Shared memory goes with its last user: there is nothing to count."""
 
 
-def patches():
+def patches() -> list[tuple]:
     """See `features`."""
     functions = (share_memory_, _share_cuda_, _new_shared_cuda, _release_ipc_counter_cuda)
     return [(torch.UntypedStorage, function.__name__, function) for function in functions]

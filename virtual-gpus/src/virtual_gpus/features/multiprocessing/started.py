@@ -25,7 +25,7 @@ _raw_preparation = multiprocessing.spawn.get_preparation_data
 _MAIN = ("init_main_from_name", "init_main_from_path")
 
 
-def get_preparation_data(name):
+def get_preparation_data(name: str) -> dict[str, object]:
     """What a spawned child is told first; importing the main program is put off until its GPUs are on."""
     return {k: v for k, v in _raw_preparation(name).items() if k not in _MAIN}
 
@@ -36,11 +36,11 @@ class _FirstOfAll:
     def __init__(self, machine: VirtualMachine, main: dict):
         self._arguments = (machine.start_in_child, machine.settings.arguments(), main, os.environ.get(FOLDER))
 
-    def __reduce__(self):
+    def __reduce__(self) -> tuple:
         return _switch_on, self._arguments
 
 
-def _reduce_process(self, protocol):
+def _reduce_process(self, protocol: int) -> tuple:
     """Pickle a process so that the child switches its virtual GPUs on before anything else of it is unpickled."""
     main = {k: v for k, v in _raw_preparation(self._name).items() if k in _MAIN}
     make, arguments, *rest = object.__reduce_ex__(self, protocol)
@@ -67,7 +67,7 @@ def start(machine: VirtualMachine) -> None:
         machine.variables |= children.variables(machine.facts())
 
 
-def patches():
+def patches() -> list[tuple]:
     """See `features`."""
     runs = [(threading.Thread, "_bootstrap_inner"), (concurrent.futures.thread._WorkItem, "run")]
     if "asyncio.events" in sys.modules:  # else no event loop is running

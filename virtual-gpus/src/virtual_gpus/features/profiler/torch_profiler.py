@@ -53,7 +53,7 @@ def _parse_kineto_results(function: Callable, self, result, *args, **kwargs):
     return events if record is None else record.merge(events, result.trace_start_ns(), self.use_cpu)
 
 
-def export_chrome_trace(function: Callable, self, path, *args, **kwargs):
+def export_chrome_trace(function: Callable, self, path: str, *args, **kwargs):
     """PyTorch's file, with a process for each GPU."""
     result = function(self, path, *args, **kwargs)
     record = getattr(self, "_devices", None)
@@ -74,7 +74,7 @@ class _Ranges:
         return lambda *args: 0
 
 
-def patches():
+def patches() -> list[tuple]:
     """See `features`."""
     methods = (_prepare_trace, _start_trace, __exit__, _parse_kineto_results, export_chrome_trace)
     replaced = [(profiler.profile, method) for method in methods] + [(profiler_util.EventList, table)]

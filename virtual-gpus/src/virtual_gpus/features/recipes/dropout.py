@@ -15,21 +15,21 @@ from virtual_gpus.placement.storages import gpu_of
 _raw_dropout = torch.dropout
 
 
-def dropout(input, p: float, train: bool):
+def dropout(input: torch.Tensor, p: float, train: bool) -> torch.Tensor:
     """`torch.dropout`, with CUDA's choice of operator for a tensor on a GPU."""
     if active() is None or gpu_of(input) is None or not train or not 0 < p < 1 or input.numel() == 0:
         return _raw_dropout(input, p, train)
     return torch.native_dropout(input, p, True)[0]
 
 
-def native_dropout(call: OpCall):
+def native_dropout(call: OpCall) -> tuple[torch.Tensor, torch.Tensor]:
     """The mask, then the result."""
     result = call.compute()
     call.place(result[1])
     return call.place(result)
 
 
-def patches():
+def patches() -> list[tuple]:
     """See `features`. torch.nn.functional calls dropout through torch._VF."""
     return [(torch, "dropout", dropout), (torch._VF, "dropout", dropout)]
 

@@ -24,7 +24,7 @@ _INDICES_WALKED = 3072  # by one block of threads; more are sorted
 _ROWS_PER_THREAD = 10
 
 
-def embedding_backward(call: OpCall):
+def embedding_backward(call: OpCall) -> torch.Tensor:
     """The dense gradient of an embedding's weight."""
     indices, gradient = call["indices"], call["grad_output"]
     count, size = indices.numel(), indices.element_size()
@@ -49,7 +49,7 @@ def _sort(call: OpCall, count: int, size: int) -> None:
         pass
 
 
-def index_put(call: OpCall):
+def index_put(call: OpCall) -> torch.Tensor:
     """x[i] += ... with repeated indices sorts them. In a backward pass CUDA writes into the zeros that it is given.
 
     PyTorch's formula copies them only because a dispatch mode is on: the result takes their block over.
@@ -87,7 +87,7 @@ def send_and_count(call: OpCall) -> None:
 _raw_one_hot = torch._C._nn.one_hot
 
 
-def one_hot(tensor, num_classes: int = -1):
+def one_hot(tensor: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
     """As on CUDA (aten/src/ATen/native/Onehot.cpp): the host reads no value if it is told the number of classes."""
     integers = type(tensor) is torch.Tensor and tensor.dtype is torch.int64
     if not integers or num_classes < 1 or torch._C._are_functorch_transforms_active() or gpu_of(tensor) is None:
@@ -146,6 +146,6 @@ COSTS = {
 }  # fmt: skip
 
 
-def patches():
+def patches() -> list[tuple]:
     """See `features`."""
     return [(owner, "one_hot", one_hot) for owner in (torch._C._nn, torch.nn.functional)]

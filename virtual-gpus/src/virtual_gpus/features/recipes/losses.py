@@ -19,7 +19,7 @@ from virtual_gpus.placement.storages import StorageAllocation, nbytes, put
 _NO_REDUCTION = 0  # at::Reduction::None
 
 
-def nll_loss_of_images(call: OpCall):
+def nll_loss_of_images(call: OpCall) -> torch.Tensor | tuple[torch.Tensor, ...]:
     """The loss of classes, for images of scores. A loss per pixel takes any strides (cuda/NLLLoss2d.cu)."""
     if call["reduction"] == _NO_REDUCTION:
         return call.run()
@@ -42,7 +42,7 @@ def _nll_cost(operation: Operation) -> Cost:
     return Cost(seconds, 1 if not written else 2)
 
 
-def reduced_in_place(call: OpCall):
+def reduced_in_place(call: OpCall) -> torch.Tensor:
     """A loss per element, summed up into the same storage by way of a second one."""
     if call["reduction"] == _NO_REDUCTION:
         return call.run()
@@ -57,7 +57,7 @@ def reduced_in_place(call: OpCall):
     return result
 
 
-def reduced(call: OpCall):
+def reduced(call: OpCall) -> torch.Tensor:
     """A loss per element, then its sum or mean in a storage of its own."""
     if call["reduction"] == _NO_REDUCTION:
         return call.run()
@@ -65,7 +65,7 @@ def reduced(call: OpCall):
         return call.run()
 
 
-def log_sigmoid(call: OpCall):
+def log_sigmoid(call: OpCall) -> tuple[torch.Tensor, torch.Tensor]:
     """The CPU keeps exp(-|x|) for backward; CUDA computes it anew and keeps an empty buffer."""
     result, kept = call.compute()
     call.place(result)
@@ -73,7 +73,7 @@ def log_sigmoid(call: OpCall):
     return result, kept
 
 
-def with_logits(call: OpCall):
+def with_logits(call: OpCall) -> torch.Tensor:
     """binary_cross_entropy_with_logits: log-sigmoid, the loss per element and a scaled copy, then the reduction."""
     size = nbytes(call["self"])
     with call.scratch(size, size):

@@ -29,7 +29,7 @@ _MANY_ROWS = 64 * 1024
 _LAST_BLOCK, _ELEMENTS_PER_THREAD = 512, 16  # of the channels-last kernels
 
 
-def layer_norm(call: OpCall):
+def layer_norm(call: OpCall) -> tuple[torch.Tensor, ...]:
     """Mean and deviation of each row are floats, where the CPU keeps those of half types in half precision."""
     sizes = packed_copies(call, ("input",))
     result = call.compute()
@@ -42,7 +42,7 @@ def layer_norm(call: OpCall):
         return result
 
 
-def layer_norm_backward(call: OpCall):
+def layer_norm_backward(call: OpCall) -> tuple[torch.Tensor, ...]:
     """With very many rows, the gradients of weight and bias are added up in two steps (layer_norm_kernel.cu)."""
     sizes = packed_copies(call, ("input", "grad_out"))
     result = call.run()
@@ -60,14 +60,14 @@ def _partial_gradients(call: OpCall) -> list[int]:
     return [size for name in ("weight", "bias") if call[name] is not None]
 
 
-def group_norm(call: OpCall):
+def group_norm(call: OpCall) -> tuple[torch.Tensor, ...]:
     """A scale and a shift per sample and channel, in float."""
     size = call["N"] * call["C"] * 4
     with call.scratch(size, size, *packed_copies(call, ("input",))):
         return call.run()
 
 
-def group_norm_backward(call: OpCall):
+def group_norm_backward(call: OpCall) -> tuple[torch.Tensor, ...]:
     """Sums and factors per sample and channel, and two factors per group."""
     channels, groups = call["N"] * call["C"] * 4, call["N"] * call["group"] * 4
     sizes = [channels, channels] + ([channels] if call["weight"] is not None else []) + [groups, groups]
@@ -77,7 +77,7 @@ def group_norm_backward(call: OpCall):
             return result
 
 
-def batch_norm(call: OpCall):
+def batch_norm(call: OpCall) -> tuple[torch.Tensor, ...]:
     """cuDNN's for (N, C, ...), PyTorch's own kernels for (N, C), half types with half weights and channels_last."""
     result = call.run()
     tensor = call["input"]
@@ -86,7 +86,7 @@ def batch_norm(call: OpCall):
     return result
 
 
-def batch_norm_backward(call: OpCall):
+def batch_norm_backward(call: OpCall) -> tuple[torch.Tensor, ...]:
     """cuDNN wants a packed gradient; the kernels for channels that lie together take partial sums."""
     tensor = call["input"]
     if _cudnn(tensor, call["weight"]):
@@ -98,18 +98,18 @@ def batch_norm_backward(call: OpCall):
     return result
 
 
-def _cudnn(tensor, weight) -> bool:
+def _cudnn(tensor: torch.Tensor, weight: torch.Tensor | None) -> bool:
     """PyTorch's conditions for cuDNN (aten/src/ATen/native/Normalization.cpp, _select_batch_norm_backend)."""
     if not torch._C._get_cudnn_enabled() or weight is None or tensor.dtype == torch.bfloat16 or tensor.dim() < 3:
         return False
     return tensor.dtype != torch.float16 or weight.dtype == torch.float32
 
 
-def _channels_last(tensor) -> bool:
+def _channels_last(tensor: torch.Tensor) -> bool:
     return tensor.stride(1) == 1 and tensor.numel() > 0 and (tensor.dim() == 2 or not tensor.is_contiguous())
 
 
-def _partial_sums(call: OpCall, tensor, per_block: int) -> None:
+def _partial_sums(call: OpCall, tensor: torch.Tensor, per_block: int) -> None:
     """`per_block` floats per channel and thread block, and a semaphore per column of blocks."""
     channels = tensor.shape[1]
     rows = tensor.numel() // channels
@@ -230,7 +230,7 @@ def _rms_norm_on_each_rank(input, shape, weight, eps):
     return DTensor.from_local(made, input.device_mesh, input.placements, run_check=False, **sizes)
 
 
-def patches():
+def patches() -> list[tuple]:
     """See `features`. torch.nn.functional calls torch.rms_norm."""
     return [(torch, "rms_norm", rms_norm)]
 

@@ -68,7 +68,7 @@ def packed_copies(call: OpCall, names: tuple[str, ...], copy_of=packed_copy) -> 
     return [size for name in names if (size := copy_of(call[name]))]
 
 
-def run_packed(call: OpCall, names: tuple[str, ...], copy_of=packed_copy):
+def run_packed(call: OpCall, names: tuple[str, ...], copy_of=packed_copy) -> torch.Tensor | tuple[torch.Tensor, ...]:
     """Run a kernel that has its results first, then copies of the named inputs."""
     sizes = packed_copies(call, names, copy_of)
     result = call.run()

@@ -32,7 +32,7 @@ def _partial_bytes(call: OpCall, tensor: torch.Tensor) -> int:
     return 2 * (8 if dtype == torch.complex128 else 4) if dtype.is_complex else 8
 
 
-def reduction(call: OpCall, partial_bytes: int | None = None):
+def reduction(call: OpCall, partial_bytes: int | None = None) -> torch.Tensor | tuple[torch.Tensor, ...]:
     """`sum`, `mean` and their like: one number per partial result, unless it is said how many bytes one has."""
     tensor, dim = call.args[0], call["dim"] if "dim" in call.op.names else None
     result = call.run()
@@ -40,12 +40,12 @@ def reduction(call: OpCall, partial_bytes: int | None = None):
     return result
 
 
-def with_index(call: OpCall):
+def with_index(call: OpCall) -> torch.Tensor | tuple[torch.Tensor, ...]:
     """`argmax`, `max(dim)`, ...: a partial result is a number and its index, 16 bytes."""
     return reduction(call, 16)
 
 
-def histc(call: OpCall):
+def histc(call: OpCall) -> torch.Tensor:
     """Of integers as well, for which only CUDA has a kernel (aten/src/ATen/native/cuda/SummaryOps.cu)."""
     x = call["self"]
     if x.is_floating_point():

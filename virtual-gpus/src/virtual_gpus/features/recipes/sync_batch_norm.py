@@ -29,14 +29,14 @@ def _per_channel(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     return values.view(1, -1, *[1] * (like.dim() - 2))
 
 
-def stats(call: OpCall):
+def stats(call: OpCall) -> tuple[torch.Tensor, torch.Tensor]:
     """Mean and invstd of this rank's samples."""
     with below():
         variance, mean = torch.var_mean(_wide(call["input"]), _others(call["input"]), correction=0)
         return call.place((mean, torch.rsqrt(variance + call["eps"])))
 
 
-def gather_stats(call: OpCall):
+def gather_stats(call: OpCall) -> tuple[torch.Tensor, torch.Tensor]:
     """Mean and invstd of all ranks' samples from theirs, (ranks, C) each; the running ones move towards them."""
     with below():
         means, counts = _wide(call["mean"]), _wide(call["counts"]).view(-1, 1)
@@ -50,7 +50,7 @@ def gather_stats(call: OpCall):
         return call.place((mean, torch.rsqrt(variance + call["eps"])))
 
 
-def normalize(call: OpCall):
+def normalize(call: OpCall) -> torch.Tensor:
     """(input - mean) * invstd * weight + bias, in the type of the input."""
     x = call["input"]
     with below():
@@ -63,7 +63,7 @@ def normalize(call: OpCall):
         return call.place(made.to(x.dtype))
 
 
-def backward_reduce(call: OpCall):
+def backward_reduce(call: OpCall) -> tuple[torch.Tensor, ...]:
     """This rank's sums: of the gradient, of the gradient times (input - mean); gradients of weight and bias."""
     x = call["input"]
     with below():
@@ -74,7 +74,7 @@ def backward_reduce(call: OpCall):
         return call.place((sum_dy, sum_dy_xmu, of_weight, sum_dy.to(of_weight.dtype, copy=True)))
 
 
-def backward_elemt(call: OpCall):
+def backward_elemt(call: OpCall) -> torch.Tensor:
     """The gradient of the input from the sums of all ranks; `count`: each rank's samples."""
     x = call["input"]
     with below():

@@ -24,7 +24,7 @@ from virtual_gpus.features.rnn import weights
 from virtual_gpus.features.rnn.recurrent_call import RecurrentCall, bind, check
 from virtual_gpus.features.rnn.recurrent_costs import charge_recurrent
 from virtual_gpus.features.rnn.sizes import DROPOUT_STATE, is_small, reserve_bytes, weight_offsets, workspace_bytes
-from virtual_gpus.machine import active
+from virtual_gpus.machine import VirtualGPU, active
 from virtual_gpus.placement.random_numbers import default_generator
 from virtual_gpus.placement.storages import ScratchBlock, StorageAllocation, gpu_of, nbytes, put, scratch
 from virtual_gpus.placement.wrappers import arrived
@@ -121,11 +121,11 @@ def _forward(call: RecurrentCall, input, hx, cx, params, with_graph: bool):
     return tuple(results), reserve, buffer
 
 
-def _time_first(call: RecurrentCall, tensor):
+def _time_first(call: RecurrentCall, tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().transpose(0, 1) if call.batch_first else tensor
 
 
-def _contiguous(stack: ExitStack, gpu, tensor) -> None:
+def _contiguous(stack: ExitStack, gpu: VirtualGPU, tensor: torch.Tensor) -> None:
     """The copy that `tensor.contiguous()` makes, if it makes one."""
     if not tensor.is_contiguous():
         stack.enter_context(scratch(gpu, nbytes(tensor)))
@@ -231,7 +231,7 @@ def _numbers(call: RecurrentCall, leaves, reserve, gradients, wanted):
     return graph.gradients(gradients, wanted, _keeps_graph())
 
 
-def patches():
+def patches() -> list[tuple]:
     """See `features`. torch._VF finds its functions by __getattr__: an attribute of its own comes first."""
     functions = [(name, _replacement(name)) for name in ("lstm", "gru", "rnn_tanh", "rnn_relu")]
     return [(owner, name, f) for name, f in functions for owner in (torch, torch._VF)]

@@ -131,10 +131,10 @@ class RecurrentCall:
 class Graph:
     """What the CPU's autograd keeps between forward and backward."""
 
-    def __init__(self, leaves, outputs):
+    def __init__(self, leaves: list[torch.Tensor | None], outputs: tuple[torch.Tensor, ...]):
         self.leaves, self.outputs = leaves, outputs
 
-    def needs(self, wanted) -> bool:
+    def needs(self, wanted: tuple[bool, ...]) -> bool:
         """True if it knows all gradients that are wanted."""
         return all(leaf.requires_grad for leaf, w in zip(self.leaves, wanted, strict=True) if w)
 
@@ -152,7 +152,7 @@ class Graph:
             ]
 
 
-def _own(tensor):
+def _own(tensor: torch.Tensor) -> torch.Tensor:
     """`tensor` contiguous on a storage that holds nothing else and lives nowhere yet."""
     tensor = tensor.contiguous()
     storage = tensor.untyped_storage()
@@ -160,7 +160,7 @@ def _own(tensor):
     return tensor if alone else tensor.clone(memory_format=torch.contiguous_format)
 
 
-def _without_hooks():
+def _without_hooks() -> ExitStack:
     """Keep the program's saved-tensor hooks away from the CPU's graph: others go on top of them.
 
     They save outputs without the node that saves them, which would keep itself alive.

@@ -17,7 +17,7 @@ DTYPES = (torch.float32, torch.float16, torch.float64)  # torch.backends.cudnn.C
 _raw_flatten_parameters = torch.nn.RNNBase.flatten_parameters
 
 
-def is_acceptable(tensor) -> bool:
+def is_acceptable(tensor: torch.Tensor) -> bool:
     """torch.backends.cudnn.is_acceptable: cuDNN is enabled and takes this tensor."""
     return torch._C._get_cudnn_enabled() and gpu_of(tensor) is not None and tensor.dtype in DTYPES
 
@@ -27,14 +27,14 @@ def empty(gpu, count: int, dtype: torch.dtype) -> torch.Tensor:
     return empty_in(StorageAllocation(gpu, count * dtype.itemsize), (count,), dtype)
 
 
-def pieces(flat: torch.Tensor, like, offsets) -> list[torch.Tensor]:
+def pieces(flat: torch.Tensor, like, offsets: list[int]) -> list[torch.Tensor]:
     """Tensors shaped as `like` on the storage of `flat`, each a tensor of its own rather than a view."""
     with below(), torch._C._DisableTorchDispatch(), torch.no_grad():
         storage, none = flat.untyped_storage(), torch.empty(0, dtype=flat.dtype, device=flat.device)
         return [none.new_empty(0).set_(storage, at, t.shape) for t, at in zip(like, offsets, strict=True)]
 
 
-def fill(flat: torch.Tensor, parts, sources) -> None:
+def fill(flat: torch.Tensor, parts: list[torch.Tensor], sources) -> None:
     """Copy `sources` into `parts` of `flat`, zeros between them; None among the sources leaves zeros too."""
     if flat.is_meta:
         return
@@ -45,7 +45,7 @@ def fill(flat: torch.Tensor, parts, sources) -> None:
                 part.copy_(source)
 
 
-def are_flat(net: Network, params, biases: bool) -> bool:
+def are_flat(net: Network, params: list[torch.Tensor], biases: bool) -> bool:
     """True if the weights are where cuDNN wants them: in one storage, from its beginning, in its order."""
     offsets, total = weight_offsets(net, biases)
     storage = params[0].untyped_storage()
@@ -104,7 +104,7 @@ def flatten_parameters(self) -> None:
     return None
 
 
-def patches():
+def patches() -> list[tuple]:
     """See `features`."""
     return [
         (torch.nn.RNNBase, "flatten_parameters", flatten_parameters),

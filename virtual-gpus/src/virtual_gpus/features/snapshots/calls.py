@@ -66,7 +66,7 @@ def _cuda_memoryMetadataSupported() -> bool:
 # ---- the snapshot --------------------------------------------------------------------------------------------------
 
 
-def _cuda_memorySnapshot(request=None) -> dict:
+def _cuda_memorySnapshot(request: tuple | None = None) -> dict:
     """Behind `torch.cuda.memory._snapshot` and `torch.cuda.memory_snapshot`.
 
     request: None, or the two numbers of a memory pool's id, and perhaps whether traces are wanted. (0, 0) means all
@@ -151,7 +151,7 @@ def stop(machine: VirtualMachine) -> None:
         recorder.stop()
 
 
-def patches():
+def patches() -> list[tuple]:
     """See `features`. Set in builds without CUDA too, whose C++ has none of them."""
     functions = [_cuda_record_memory_history, _cuda_record_memory_history_legacy, _cuda_isHistoryEnabled,
                  _cuda_memorySnapshot, _cuda_attach_out_of_memory_observer]  # fmt: skip

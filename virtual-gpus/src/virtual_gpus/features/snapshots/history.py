@@ -70,7 +70,7 @@ class Recorder:
                 self._allocator.observers.append(self.hear)
             self._adopt()
 
-    def _adopt(self):
+    def _adopt(self) -> None:
         self._blocks = {
             address: self._made(address) or Live(block.requested, block.pool.stream, block.owner)
             for address, block in self._live_blocks.items()
@@ -98,7 +98,7 @@ class Recorder:
         """Listen to the allocator: one of its `observers`."""
         getattr(self, f"_{event}")(address, size)
 
-    def _alloc(self, address, size):
+    def _alloc(self, address: int, size: int) -> None:
         if address in self._blocks:  # Ctrl-C cut short what would have told of its end
             self._free(address, size)
         block, stack = self._live_blocks[address], self._stack()
@@ -107,15 +107,15 @@ class Recorder:
             self._watch(address, block.owner)
         self._add("alloc", address, block.requested, block.pool.stream, stack)
 
-    def _watch(self, address, owner):
+    def _watch(self, address: int, owner) -> None:
         thing = None if owner is None else owner()
         if thing is not None:
             self._deaths.watch(thing, address)
 
-    def _free(self, address, size):
+    def _free(self, address: int, size: int) -> None:
         self._free_requested(address, size, ("free_requested", "free_completed"))
 
-    def _free_requested(self, address, size, actions=("free_requested",)):
+    def _free_requested(self, address: int, size: int, actions: tuple[str, ...] = ("free_requested",)) -> None:
         block = self._blocks.pop(address, None)
         if block is None:  # Ctrl-C cut short what would have told of its beginning
             return
@@ -127,31 +127,31 @@ class Recorder:
         if "free_completed" not in actions:
             self._waiting[address] = block
 
-    def _free_completed(self, address, size):
+    def _free_completed(self, address: int, size: int) -> None:
         block = self._waiting.pop(address, None)
         if block is not None:
             self._add("free_completed", address, block.requested, block.stream, self._stack())
 
-    def _segment_alloc(self, address, size):
+    def _segment_alloc(self, address: int, size: int) -> None:
         stream = self._allocator.device.segments[address].pool.stream
         self._segments[address] = stream, self._stack()
         self._add("segment_alloc", address, size, stream, self._segments[address][1])
 
-    def _segment_free(self, address, size):
+    def _segment_free(self, address: int, size: int) -> None:
         stream, stack = self._segments.pop(address, (0, None))
         self._add("segment_free", address, size, stream, self._stack() or stack)
 
-    def _segment_map(self, address, size):
+    def _segment_map(self, address: int, size: int) -> None:
         arena, stack = self._allocator.segment_at(address), self._stack()
         if address == arena.address:
             self._segments.setdefault(address, (arena.pool.stream, stack))
         self._add("segment_map", address, size, arena.pool.stream, stack)
 
-    def _segment_unmap(self, address, size):
+    def _segment_unmap(self, address: int, size: int) -> None:
         stream = self._allocator.segment_at(address).pool.stream
         self._add("segment_unmap", address, size, stream, self._stack())
 
-    def _oom(self, _, size):
+    def _oom(self, _: int, size: int) -> None:
         self._add("oom", self._allocator.device.free_bytes, size, 0, self._stack())
 
     def _stack(self) -> object:
@@ -168,7 +168,7 @@ class Recorder:
 
     # ---- what is known of what is in use
 
-    def _made(self, address) -> Live | None:
+    def _made(self, address: int) -> Live | None:
         """What is known of the block in use at `address`, unless another has taken its place since recording ended."""
         known, block = self._blocks.get(address), self._live_blocks.get(address)
         return known if known is not None and block is not None and known.owner is block.owner else None

@@ -57,13 +57,13 @@ class _Pass:
         self._missing: collections.Counter[torch.autograd.graph.Node] = collections.Counter()  # gradients of its inputs
         self._next: set[torch.autograd.graph.Node] = set()  # nothing is missing, and they have not run
 
-    def watch(self, node) -> list[torch.utils.hooks.RemovableHandle]:
+    def watch(self, node: torch.autograd.graph.Node) -> list[torch.utils.hooks.RemovableHandle]:
         """Hooks before and after a node. The node that adds up a leaf's gradient stays on the current stream."""
         number = node._sequence_nr()
         of_leaf = not node.next_functions
         self._missing.update(following for following, _ in node.next_functions)
 
-        def before(gradients) -> None:
+        def before(gradients: tuple[torch.Tensor | None, ...]) -> None:
             self._next.discard(node)
             for gpu in _gpus(gradients):
                 stream = streams.current_stream(gpu.index)
@@ -74,7 +74,7 @@ class _Pass:
                 self._used.add(stream)
                 stream._hold(self._ready.get(node, 0.0))
 
-        def after(_, gradients) -> None:
+        def after(_, gradients: tuple[torch.Tensor | None, ...]) -> None:
             marks = [streams.current_stream(gpu.index)._mark() for gpu in _gpus(gradients)]
             for following, _ in node.next_functions:
                 self._ready[following] = active().clock.latest([*marks, self._ready.get(following, 0.0)])
@@ -97,7 +97,7 @@ class _Pass:
                     caller.wait_stream(stream)
 
 
-def _gpus(gradients) -> set[VirtualGPU]:
+def _gpus(gradients: tuple[torch.Tensor | None, ...]) -> set[VirtualGPU]:
     found = {gpu_of(gradient) for gradient in gradients if isinstance(gradient, torch.Tensor)}
     return found - {None}
 

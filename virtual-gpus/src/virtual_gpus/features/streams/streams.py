@@ -93,18 +93,18 @@ class Stream:
         """No CUDA graph captures a stream here."""
         return False
 
-    def __enter__(self):
+    def __enter__(self) -> Stream:
         self._outer.append((current_stream(self.device_index), active().current))
         active().current = self.device_index
         set_stream(self)
         return self
 
-    def __exit__(self, *error) -> None:
+    def __exit__(self, *error: object) -> None:
         outer, index = self._outer.pop()
         set_stream(outer)
         active().current = index
 
-    def __eq__(self, other) -> bool:
+    def __eq__(self, other: object) -> bool:
         same_gpu = isinstance(other, Stream) and self.device_index == other.device_index
         return same_gpu and self.stream_id == other.stream_id
 
@@ -204,12 +204,12 @@ def _is_past(gpu: VirtualGPU, time: float) -> bool:
     return True
 
 
-def default_stream(device=None) -> Stream:
+def default_stream(device: torch.device | str | int | None = None) -> Stream:
     """The stream that everything runs on unless told otherwise (id 0)."""
     return Stream(gpu_at(device).index, stream_id=0)
 
 
-def current_stream(device=None) -> Stream:
+def current_stream(device: torch.device | str | int | None = None) -> Stream:
     """This thread's stream on a GPU."""
     gpu = gpu_at(device)
     return _streams_here(gpu).stream or default_stream(gpu.index)
@@ -282,7 +282,7 @@ def stream_of_node(gpu: VirtualGPU, number: int) -> Stream:
     return default_stream(gpu.index) if stream is None else stream
 
 
-def patches():
+def patches() -> list[tuple]:
     """See `features`."""
     return in_package("torch.cuda", Stream, ExternalStream, Event, set_stream, current_stream, default_stream,
                       errors.refusing("torch.cuda.get_stream_from_external"), is_current_stream_capturing,

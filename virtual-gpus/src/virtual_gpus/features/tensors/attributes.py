@@ -22,7 +22,7 @@ def gpu_as_seen(tensor: torch.Tensor) -> VirtualGPU | None:
     return None if this_thread.inside or active() is None else gpu_of(tensor)
 
 
-def _flag(name: str):
+def _flag(name: str) -> property:
     """`is_cuda`, True for a tensor on a virtual GPU; `is_cpu` or `is_meta`, False there, with shapes_only as well."""
     raw, on_gpu = getattr(_raw, name).__get__, name == "is_cuda"
     return property(lambda self: raw(self) if gpu_as_seen(self) is None else on_gpu)
@@ -48,7 +48,7 @@ def numpy(self, *, force: bool = False):
     return self.detach().cpu().resolve_conj().resolve_neg().numpy()
 
 
-def tolist(self):
+def tolist(self) -> list | int | float | bool | complex:
     """Nested lists of numbers; with shapes_only there are none to give."""
     gpu = gpu_as_seen(self)
     if gpu is not None and gpu.machine.shapes_only:
@@ -65,14 +65,14 @@ def _host_reads(tensor: torch.Tensor, name: str) -> None:
         machine.follower.kernel(name, [tensor], ())
 
 
-def item(self):
+def item(self) -> int | float | bool | complex:
     """The number; with shapes_only, nan that says so where it is printed."""
     gpu = gpu_as_seen(self)
     number = _raw.item(self)
     return number if gpu is None or not gpu.machine.shapes_only or number == number else NotKept()
 
 
-def _str(tensor, *, tensor_contents=None):
+def _str(tensor: torch.Tensor, *, tensor_contents: str | None = None) -> str:
     """How a tensor prints; with shapes_only its form and the word that values are not kept, as a meta tensor's."""
     gpu = gpu_as_seen(tensor) if isinstance(tensor, torch.Tensor) else None
     if gpu is not None and gpu.machine.shapes_only:
@@ -97,7 +97,7 @@ def type_(self, dtype=None, non_blocking: bool = False, **kwargs):
 type_.__name__ = "type"  # as a name of this module it would hide Python's
 
 
-def set_(self, source=None, *args, **kwargs):
+def set_(self, source: torch.Tensor | torch.UntypedStorage | None = None, *args, **kwargs) -> torch.Tensor:
     """Take over the storage of `source`, a tensor or a storage. As PyTorch: only one on the tensor's own device."""
     if source is None:
         return _raw.set_(self, *args, **kwargs)
@@ -140,7 +140,7 @@ def _cuda_array_interface(self):
 _raw_data = torch._C.TensorBase.data
 
 
-def _set_data(self, value) -> None:
+def _set_data(self, value: torch.Tensor) -> None:
     """`x.data = y`. Between the CPU and a GPU without values, x gets another tensor in C++, which cannot change it."""
     machine = active()
     if machine is None or not machine.shapes_only or _raw_is_meta(self) == _raw_is_meta(value):
@@ -161,14 +161,14 @@ def _set_data(self, value) -> None:
         self.grad = gradient
 
 
-def _refuse_older_graph(gradients) -> None:
+def _refuse_older_graph(gradients: tuple[torch.Tensor, ...]) -> None:
     raise RuntimeError(
         "With shapes_only, the backward pass cannot go to a parameter that moved between the CPU and a GPU after "
         "the forward pass. Move the module first."
     )
 
 
-def patches():
+def patches() -> list[tuple]:
     """See `features`."""
     tensor = torch.Tensor
     rows = [(tensor, f.__name__, f) for f in (get_device, numpy, tolist, set_, item)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -26,7 +26,7 @@ _raw_run_backward = torch.autograd.graph._engine_run_backward
 around_pass: Callable[[Any], AbstractContextManager[Any]] = nullcontext  # a feature's; it is given the outputs
 
 
-def _get_grad(self):
+def _get_grad(self) -> torch.Tensor | None:
     """`p.grad`: a gradient of zeros, which C++ made without asking for a GPU, belongs where p is."""
     gradient = _get_raw_grad(self)
     if gradient is None:
@@ -40,7 +40,7 @@ def _get_grad(self):
 
 
 @entrance
-def beside(gradient, tensor):
+def beside(gradient: torch.Tensor, tensor: object) -> torch.Tensor:
     """A gradient or another result that C++ may have made without asking for a GPU, on that of `tensor`."""
     if isinstance(tensor, torch.Tensor) and was_made_in_cpp(gradient):
         target = gpu_of(tensor)
@@ -50,7 +50,7 @@ def beside(gradient, tensor):
     return gradient
 
 
-def _set_grad(self, gradient) -> None:
+def _set_grad(self, gradient: torch.Tensor | None) -> None:
     """`p.grad = g`: on p's own device only (torch/csrc/autograd/python_variable.cpp)."""
     is_checked = isinstance(gradient, torch.Tensor) and not this_thread.inside and active()
     if is_checked and gpu_of(gradient) is not gpu_of(self):
@@ -58,7 +58,7 @@ def _set_grad(self, gradient) -> None:
     _raw_grad.__set__(self, gradient)
 
 
-def _engine_run_backward(outputs, *args, **kwargs):
+def _engine_run_backward(outputs: Sequence, *args: Any, **kwargs: Any) -> Any:
     """The start of every backward pass: a gradient that is handed in must be where its output is."""
     if this_thread.inside:  # a recipe that lets the CPU find gradients
         return _raw_run_backward(outputs, *args, **kwargs)
@@ -108,11 +108,11 @@ def _make_oldest() -> None:
     _oldest[:] = leaf, leaf.clone()
 
 
-def _beside_input(gradient, tensor):
+def _beside_input(gradient: torch.Tensor | None, tensor: object) -> torch.Tensor | None:
     return gradient if gradient is None else beside(gradient, tensor)
 
 
-def _checked(number: int, output, gradient):
+def _checked(number: int, output: Any, gradient: torch.Tensor | None) -> torch.Tensor | None:
     """As the engine's validate_outputs (torch/csrc/autograd/engine.cpp): 0-dim gradients move, others are refused."""
     if not (isinstance(output, torch.Tensor) and isinstance(gradient, torch.Tensor)):
         return gradient
@@ -127,7 +127,7 @@ def _checked(number: int, output, gradient):
 
 
 @entrance
-def _apply(self, *gradients):
+def _apply(self, *gradients: torch.Tensor | None) -> Any:
     """The backward pass of a Python function, for which the GPU of its results is the current one.
 
     Results that were not used have gradients of zeros, which the engine makes in C++: they belong on the result's GPU.
@@ -149,7 +149,7 @@ def _apply(self, *gradients):
 
 @classmethod
 @entrance
-def _make_node(cls, *args, **kwargs):
+def _make_node(cls, *args: Any, **kwargs: Any) -> Any:
     """The forward pass of a Python function. Its node notes the GPU of each result, for gradients of zeros."""
     results = _raw_make_node.__get__(None, cls)(*args, **kwargs)
     tensors = results if isinstance(results, tuple) else (results,)
@@ -163,7 +163,7 @@ def _make_node(cls, *args, **kwargs):
 _make_node.__func__.__name__ = _apply.__name__ = "apply"  # by which programs know it, such as spmd_types' type checker
 
 
-def patches():
+def patches() -> list[tuple]:
     """See `features`."""
     grad = property(_get_grad, _set_grad, _raw_grad.__delete__, _raw_grad.__doc__)
     name = _engine_run_backward.__name__

@@ -25,7 +25,7 @@ def named(device):
 class _AnyDevice(type):
     """isinstance(d, torch.device) stays true for the devices that C++ makes."""
 
-    def __instancecheck__(cls, instance) -> bool:
+    def __instancecheck__(cls, instance: object) -> bool:
         return isinstance(instance, _raw_device)
 
     def __call__(cls, *args, **kwargs):
@@ -45,7 +45,7 @@ def _parse_to(*args, **kwargs):
     return _raw_parse_to(*args, **kwargs)
 
 
-def patches():
+def patches() -> list[tuple]:
     """See `features`."""
     if numbers_mean_cuda():
         return []

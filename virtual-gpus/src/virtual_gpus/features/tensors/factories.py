@@ -28,7 +28,7 @@ _default_device = functools.partial(getattr, torch._GLOBAL_DEVICE_CONTEXT, "devi
 _default_before: list[object] = []  # what torch.set_default_device had set when the GPUs went on
 
 
-def _maker(name: str):
+def _maker(name: str) -> _Factory:
     """`torch.tensor` and its kin parse their data in C++ and would ask CUDA itself: make it on the CPU, then move."""
     make = _raw_make[name]
 
@@ -123,7 +123,7 @@ def forget() -> None:
         torch.set_default_device(None)
 
 
-def patches():
+def patches() -> list[tuple]:
     """See `features`."""
     rows = [(torch.Tensor, f.__name__, f) for f in (new_tensor, new)]
     rows += [(torch, name, _maker(name)) for name in _raw_make]
@@ -131,7 +131,7 @@ def patches():
     return rows + [(torch, name, _joining(function)) for name, function in _factories()]
 
 
-def _factories():
+def _factories() -> list[tuple]:
     """(name, function) of everything in `torch` that makes a tensor where its `device` argument says."""
     # Asked now, since PyTorch keeps this set for ever once made: it must hold its own functions, not patches.
     known = _device_constructors()
@@ -140,7 +140,7 @@ def _factories():
     return [(n, f) for n, f in vars(torch).items() if id(f) in makers and n not in _raw_make]
 
 
-def _joining(make):
+def _joining(make) -> _Factory:
     """C++ asks `_lazy_init` once per process; a thread that was there before the GPUs must join all the same."""
 
     def factory(*args, **kwargs):
@@ -171,14 +171,14 @@ class _Factory:
             return handle_torch_function(self, asked, *args, **kwargs)
         return self._factory(*args, **kwargs)
 
-    def __eq__(self, other):
+    def __eq__(self, other: object) -> bool:
         return self is other or self._make == other
 
-    def __hash__(self):
+    def __hash__(self) -> int:
         return hash(self._make)
 
-    def __repr__(self):
+    def __repr__(self) -> str:
         return repr(self._make)
 
-    def __reduce__(self):
+    def __reduce__(self) -> str:
         return self.__name__  # as a name in torch

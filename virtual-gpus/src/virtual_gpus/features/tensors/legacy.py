@@ -17,7 +17,7 @@ class LegacyType(type):
 
     dtype: torch.dtype
 
-    def __instancecheck__(cls, instance) -> bool:
+    def __instancecheck__(cls, instance: object) -> bool:
         return isinstance(instance, torch.Tensor) and instance.type() == f"{cls.__module__}.{cls.__name__}"
 
     def __call__(cls, *args, device=None):
@@ -39,7 +39,7 @@ def _dtype_of(name: str) -> torch.dtype:
     return getattr(torch, name).dtype
 
 
-def parse_type(kind) -> tuple[torch.dtype, bool]:
+def parse_type(kind: str | type) -> tuple[torch.dtype, bool]:
     """The dtype that a name or class such as "torch.cuda.FloatTensor" means, and whether it is on a GPU.
 
     Raises ValueError, in PyTorch's words, for what is no such type.
@@ -53,12 +53,12 @@ def parse_type(kind) -> tuple[torch.dtype, bool]:
     return _dtype_of(last), path[-1] == "cuda"
 
 
-def is_cuda_type(kind) -> bool:
+def is_cuda_type(kind: object) -> bool:
     """True for "torch.cuda.FloatTensor" and its kin, as text or as a class."""
     return isinstance(kind, LegacyType) or (isinstance(kind, str) and kind.startswith("torch.cuda."))
 
 
-def set_default_tensor_type(t, /) -> None:
+def set_default_tensor_type(t: str | type, /) -> None:
     """As PyTorch's, but for a CUDA type."""
     if is_cuda_type(t):
         instead = 'Use torch.set_default_dtype and torch.set_default_device("cuda").'
@@ -66,11 +66,11 @@ def set_default_tensor_type(t, /) -> None:
     _raw_set_default(t)
 
 
-def _names(owner) -> list[str]:
+def _names(owner: object) -> list[str]:
     return [name for name in vars(owner) if name.endswith("Tensor") and name[0] != "_"]
 
 
-def patches():
+def patches() -> list[tuple]:
     """See `features`."""
     sparse, instead = torch.cuda.sparse, "Use torch.sparse_coo_tensor."
     rows = [(torch.cuda, name, _legacy(name)) for name in _names(torch.cuda)]

@@ -17,7 +17,7 @@ from virtual_gpus.threads import this_thread
 _raw = {name: getattr(torch._C.TensorBase, name) for name in ("to", "cuda", "cpu", "pin_memory", "is_pinned")}
 
 
-def as_device(device) -> torch.device | None:
+def as_device(device: torch.device | str | int | None) -> torch.device | None:
     """A device from what people write: 1, "cuda", "cuda:1", torch.device. None stays None."""
     return None if device is None else torch.device(named(device))
 
@@ -38,7 +38,7 @@ def _parse_to(args, kwargs):
     return device, dtype, copy, memory_format, not non_blocking
 
 
-def _flag(args, position: int, kwargs, name: str = "copy") -> bool:
+def _flag(args: list, position: int, kwargs: dict[str, object], name: str = "copy") -> bool:
     return bool(args[position] if len(args) > position else kwargs.get(name, False))
 
 
@@ -75,7 +75,7 @@ def cuda(self, device=None, non_blocking: bool = False, memory_format=torch.pres
     return to(self, device, non_blocking=non_blocking, memory_format=memory_format)
 
 
-def cpu(self, memory_format=torch.preserve_format):
+def cpu(self, memory_format: torch.memory_format = torch.preserve_format) -> torch.Tensor:
     """`Tensor.cpu`: a copy in the computer's memory, or the tensor itself when it is there."""
     if gpu_of(self) is None or active() is None:
         return _raw["cpu"](self, memory_format=memory_format)
@@ -84,12 +84,12 @@ def cpu(self, memory_format=torch.preserve_format):
     return move(self, None, None, memory_format, False)
 
 
-def type_as(self, other):
+def type_as(self, other: torch.Tensor) -> torch.Tensor:
     """`self` with the dtype and on the device of `other`."""
     return self.to(other.device, other.dtype)
 
 
-def pin_memory(self, device=None):
+def pin_memory(self, device: torch.device | str | int | None = None) -> torch.Tensor:
     """A copy that says it is pinned (page-locked): on the modelled clock, copies from it are faster."""
     if active() is None:
         return _raw["pin_memory"](self, device) if device is not None else _raw["pin_memory"](self)
@@ -100,7 +100,7 @@ def pin_memory(self, device=None):
     return pin(self.clone())
 
 
-def is_pinned(self, device=None) -> bool:
+def is_pinned(self, device: torch.device | str | int | None = None) -> bool:
     """True for what `pin_memory` returned."""
     return says_pinned(self) if active() is not None else _raw["is_pinned"](self)
 
@@ -134,7 +134,7 @@ class save_on_cpu(torch.autograd.graph.save_on_cpu):
         self.pack_hook = pack
 
 
-def patches():
+def patches() -> list[tuple]:
     """See `features`."""
     compatible = (torch, "_has_compatible_shallow_copy_type", _has_compatible_shallow_copy_type)
     lazy = torch.nn.parameter.UninitializedTensorMixin  # it knows what it lets pass by what it was before

@@ -13,7 +13,7 @@ from virtual_gpus import errors
 from virtual_gpus.dispatch.mode import enter_thread
 from virtual_gpus.entrance import entrance
 from virtual_gpus.features.tensors.device_numbers import named
-from virtual_gpus.machine import active, find_gpu
+from virtual_gpus.machine import VirtualGPU, active, find_gpu
 from virtual_gpus.placement.storages import UNRECORDED, HostStorage, StorageAllocation, record_of
 from virtual_gpus.threads import this_thread
 
@@ -42,13 +42,13 @@ def __new__(cls, *args, device=None, **kwargs):
 
 
 @entrance
-def new(self):
+def new(self) -> torch.UntypedStorage:
     """An empty storage on the same device."""
     gpu = _gpu(self)
     return type(self)(device=_raw_device(self) if gpu is None else torch.device("cuda", gpu.index))
 
 
-def __getitem__(self, index):
+def __getitem__(self, index: int | slice) -> int | torch.UntypedStorage:
     """A byte, or for a slice a storage that shares the memory and with it the GPU."""
     found = _raw_getitem(self, index)
     if isinstance(index, slice) and _gpu(self) is not None:
@@ -62,14 +62,14 @@ def device(self) -> torch.device:
     return _raw_device(self) if gpu is None else torch.device("cuda", gpu.index)
 
 
-def _gpu(storage):
+def _gpu(storage: torch.UntypedStorage) -> VirtualGPU | None:
     """The GPU that holds a storage; None if none does, or if its virtual GPUs are off."""
     gpu = record_of(storage).gpu
     return gpu if gpu is not None and gpu.machine.on else None
 
 
 @entrance
-def to(self, *, device, non_blocking: bool = False):
+def to(self, *, device: torch.device | str | int | None, non_blocking: bool = False) -> torch.UntypedStorage:
     """A copy on `device` (torch.load uses this for map_location), or the storage itself when it is there."""
     device = torch.device(named(device))
     machine = active()
@@ -84,7 +84,7 @@ def to(self, *, device, non_blocking: bool = False):
     return copied
 
 
-def _copy(storage, target):
+def _copy(storage: torch.UntypedStorage, target: VirtualGPU | None) -> torch.UntypedStorage:
     """A new storage with the same bytes, on `target` (None: the CPU)."""
     device = torch.device("cpu") if target is None else target.machine.tensor_device
     if _raw_device(storage).type == "meta" and _gpu(storage) is None:
@@ -100,18 +100,18 @@ def _copy(storage, target):
     return made
 
 
-def cuda(self, device=None, non_blocking: bool = False):
+def cuda(self, device: torch.device | str | int | None = None, non_blocking: bool = False) -> torch.UntypedStorage:
     """`to` the current GPU, or to the one named."""
     return self.to(device="cuda" if device is None else device)
 
 
-def cpu(self):
+def cpu(self) -> torch.UntypedStorage:
     """A copy in the computer's memory; the storage itself when it is there."""
     return _raw_cpu(self) if _gpu(self) is None else _copy(self, None)
 
 
 @entrance
-def clone(self):
+def clone(self) -> torch.UntypedStorage:
     """A copy on the same device (deepcopy uses this)."""
     gpu = _gpu(self)
     if gpu is None:
@@ -120,7 +120,7 @@ def clone(self):
 
 
 @entrance
-def resize_(self, nbytes: int):
+def resize_(self, nbytes: int) -> torch.UntypedStorage:
     """Another size in place, on the same GPU: fully_shard empties a storage with 0 and fills it again."""
     record = record_of(self)
     if record.gpu is not None and record.gpu.machine.on and record.nbytes != nbytes:
@@ -153,7 +153,7 @@ def save(obj, f, *args, **kwargs):
     return None
 
 
-def patches():
+def patches() -> list[tuple]:
     """See `features`, and `placement.storages` for `_record`."""
     storage = torch.UntypedStorage
     rows = [(storage, "_record", UNRECORDED), (storage, "device", property(device))]
