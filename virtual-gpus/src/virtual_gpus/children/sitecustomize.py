@@ -14,7 +14,7 @@ _HERE = os.path.dirname(os.path.abspath(__file__))
 _PACKAGE = os.path.dirname(_HERE)
 
 
-def _run_the_next():
+def _run_the_next() -> None:
     sys.path[:] = [entry for entry in sys.path if entry != _HERE]
     spec = importlib.machinery.PathFinder.find_spec("sitecustomize")
     if spec is not None and spec.loader is not None:
@@ -23,7 +23,7 @@ def _run_the_next():
         spec.loader.exec_module(module)
 
 
-def _import_package():
+def _import_package() -> None:
     if importlib.util.find_spec("virtual_gpus") is None:  # the parent had it from a path of its own
         spec = importlib.util.spec_from_file_location(
             "virtual_gpus", os.path.join(_PACKAGE, "__init__.py"), submodule_search_locations=[_PACKAGE]
@@ -39,7 +39,7 @@ def _passing_over_torch():
     return passing_over_torch()
 
 
-def _switch_on():
+def _switch_on() -> None:
     # While the package itself imports torch, the program switches GPUs on, or multiprocessing does, which begins with
     # unpickling a name in `patches`.
     ours = [module for name, module in sys.modules.copy().items() if name.startswith("virtual_gpus.")]

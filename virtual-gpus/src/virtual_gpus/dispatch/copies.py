@@ -22,7 +22,7 @@ class ToCopy(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(tensor, target, dtype, memory_format, blocking):
+    def forward(tensor: torch.Tensor, target: VirtualGPU | None, dtype, memory_format, blocking) -> torch.Tensor:
         """Copy. Called by `move`."""
         return raw_copy(tensor, target, dtype, memory_format, blocking)
 
@@ -93,7 +93,7 @@ def raw_copy(
     return made
 
 
-def _copy_of_wrapper(tensor, copy):
+def _copy_of_wrapper(tensor, copy) -> torch.Tensor:
     """A DTensor, say, around copies of what it holds."""
     names, context = tensor.__tensor_flatten__()
     inner = {name: getattr(tensor, name) for name in names}

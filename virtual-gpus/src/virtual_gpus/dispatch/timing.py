@@ -226,7 +226,7 @@ def _look_up(call: OpCall, name: str, result: Any) -> tuple[float, float, float]
     return times(call.gpu, name, inputs, outputs, precision, in_place=bool(op.written))
 
 
-def times(gpu: VirtualGPU, name: str, inputs, outputs, precision: str = "fp32", first: int = 0, in_place=False):
+def times(gpu: VirtualGPU, name: str, inputs, outputs, precision: str = "fp32", first: int = 0, in_place: bool = False):
     """Seconds on the GPU, on the host to issue the first kernel, and there to issue the others."""
     charge, pace = cost(name, inputs, outputs, gpu.spec, precision, first), gpu.machine.clock.host
     if not charge.kernels:

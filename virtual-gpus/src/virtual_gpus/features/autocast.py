@@ -22,6 +22,8 @@ import functools
 import threading
 import warnings
 import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 
@@ -108,7 +110,7 @@ def is_on_gpu(tensor: torch.Tensor) -> bool:
     return gpu is not None and gpu.machine.on
 
 
-def cast(value, dtype: torch.dtype):
+def cast(value: Any, dtype: torch.dtype) -> Any:
     """`value` as `dtype` if it is eligible, lists of tensors element by element; anything else as it is."""
     if isinstance(value, torch.Tensor):
         kind = value.dtype
@@ -144,7 +146,7 @@ def _cast_weight(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return made
 
 
-def widest(values, dtype: torch.dtype) -> torch.dtype:
+def widest(values: Iterable[Any], dtype: torch.dtype) -> torch.dtype:
     """The promote policy: float32 if any input has it, else the lower precision (`prioritize` in autocast_mode.h)."""
     for value in values:
         if type(value) in (list, tuple):
@@ -157,7 +159,7 @@ def widest(values, dtype: torch.dtype) -> torch.dtype:
 # ---- kernels: what each policy does around an operator ---------------------------------------------------------------
 
 
-def _without_autocast(op, args, kwargs):
+def _without_autocast(op: Callable[..., Any], args: Iterable[Any], kwargs: dict[str, Any]) -> Any:
     """Call `op` with autocast off for this thread."""
     outer, _in_this_thread.casts = _in_this_thread.casts, False
     _exclude(_KEY, True)
@@ -168,14 +170,14 @@ def _without_autocast(op, args, kwargs):
         _in_this_thread.casts = outer
 
 
-def _casting_to(dtype_for):
+def _casting_to(dtype_for: Callable[[tuple, dict[str, Any]], torch.dtype]) -> Callable[..., Callable[..., Any]]:
     """The policy that casts all inputs to `dtype_for(args, kwargs)`.
 
     From the last argument to the first, as compilers evaluate the arguments in C++: the order of the blocks.
     """
 
-    def policy(op):
-        def kernel(*args, **kwargs):
+    def policy(op: Callable[..., Any]) -> Callable[..., Any]:
+        def kernel(*args: Any, **kwargs: Any) -> Any:
             dtype = dtype_for(args, kwargs)
             if kwargs:
                 kwargs = {name: cast(value, dtype) for name, value in reversed(kwargs.items())}
@@ -186,10 +188,10 @@ def _casting_to(dtype_for):
     return policy
 
 
-def _to_fp32_results(op):
+def _to_fp32_results(op: Any) -> Callable[..., Any]:
     position = [argument.name for argument in op._schema.arguments].index("dtype")
 
-    def kernel(*args, **kwargs):
+    def kernel(*args: Any, **kwargs: Any) -> Any:
         if is_eligible(args[0]):
             if position >= len(args):
                 kwargs = {**kwargs, "dtype": kwargs.get("dtype") or _FP32}
@@ -200,8 +202,8 @@ def _to_fp32_results(op):
     return kernel
 
 
-def _banned(op):
-    def kernel(*args, **kwargs):
+def _banned(op: Callable[..., Any]) -> Callable[..., Any]:
+    def kernel(*args: Any, **kwargs: Any) -> Any:
         if any(isinstance(a, torch.Tensor) and is_on_gpu(a) for a in args):
             raise RuntimeError(BANNED_TEXT)
         return _without_autocast(op, args, kwargs)
@@ -218,7 +220,7 @@ _POLICIES = {
 }
 
 
-def composite(call: OpCall):
+def composite(call: OpCall) -> Any:
     """The parts of an operator that is taken apart under autocast, whose key is off by now, follow the lists."""
     if call.op.kernels is not None or not _in_this_thread.casts:
         return routes.composite(call)
@@ -232,17 +234,17 @@ def composite(call: OpCall):
 ROUTES = {"composite": composite}
 
 
-def casting(name: str):
+def casting(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Decorator for a patch of operator `name` ("scaled_dot_product_attention"): under autocast it is given the cast
     inputs and runs without autocast, as the operator's own kernel would. `name` must be in one of the first two lists
     or PROMOTE.
     """
 
-    def decorate(function):
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         kernel = _POLICIES[name](function)
 
         @functools.wraps(function)
-        def cast_first(*args, **kwargs):
+        def cast_first(*args: Any, **kwargs: Any) -> Any:
             casts = _enabled("cuda") and _in_this_thread.casts
             return (kernel if casts else function)(*args, **kwargs)
 
@@ -286,7 +288,7 @@ def forget() -> None:
             _library.pop()._destroy()
 
 
-def set_autocast_enabled(*args) -> None:
+def set_autocast_enabled(*args: Any) -> None:
     """`set_autocast_enabled("cuda", True)`, or the old form without the device: operators reach the kernels or not."""
     _raw_set(*args)
     on = _enabled("cuda")
@@ -305,7 +307,7 @@ def clear_autocast_cache() -> None:
 # ---- GradScaler with shapes_only -------------------------------------------------------------------------------------
 
 
-def _maybe_opt_step(self, optimizer, optimizer_state, *args, **kwargs):
+def _maybe_opt_step(self, optimizer: torch.optim.Optimizer, optimizer_state: dict[str, Any], *args: Any, **kwargs: Any):
     """The step, unless a gradient overflowed."""
     if not all(map(has_values, optimizer_state["found_inf_per_device"].values())):
         return optimizer.step(*args, **kwargs)
@@ -321,7 +323,7 @@ def _get_growth_tracker(self) -> int:
     return _raw["_get_growth_tracker"](self) if _has_scale(self) else self._init_growth_tracker
 
 
-def _has_scale(scaler) -> bool:
+def _has_scale(scaler: torch.amp.GradScaler) -> bool:
     return not scaler.is_enabled() or scaler._scale is None or has_values(scaler._scale)
 
 

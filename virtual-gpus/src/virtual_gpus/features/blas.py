@@ -57,7 +57,7 @@ class Handles:
             self._of[holder] = self._spare.pop() if self._spare else len(self._of)
         return self._of[holder]
 
-    def leave(self, holder) -> None:
+    def leave(self, holder: object) -> None:
         """`holder` has ended; its handle is free for the next thread."""
         if holder in self._of:
             self._spare.append(self._of.pop(holder))
@@ -112,7 +112,7 @@ def copied_bytes(matrix: torch.Tensor) -> int:
     return 0 if by_rows or by_columns else nbytes(matrix)
 
 
-def with_workspace(call: OpCall, lt: bool = False):
+def with_workspace(call: OpCall, lt: bool = False) -> torch.Tensor:
     """Have the result first, then copies of matrices that cuBLAS cannot read, then its workspace.
 
     Empty products never get that far.
@@ -131,7 +131,7 @@ def with_workspace(call: OpCall, lt: bool = False):
     return result
 
 
-def addmm(call: OpCall):
+def addmm(call: OpCall) -> torch.Tensor:
     """With a bias vector the product goes through cublasLt."""
     return with_workspace(call, handles_of(call.gpu).lt_is_on and _has_lt_bias(call))
 

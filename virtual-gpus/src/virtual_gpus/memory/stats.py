@@ -87,7 +87,7 @@ def _figures(tally: Tally) -> Iterable[tuple[int, int, int]]:
     return zip(_nows(tally), _peaks(tally), _ups(tally), strict=True)
 
 
-def _entry(small, large, peak):
+def _entry(small: tuple[int, int, int], large: tuple[int, int, int], peak: int) -> dict[str, dict[str, int]]:
     """One metric of both pools, out of `_figures`. They need not have had their peaks at the same time."""
     now, small_peak, up = small
     first = {"current": now, "peak": small_peak, "allocated": up, "freed": up - now}
@@ -97,16 +97,16 @@ def _entry(small, large, peak):
     return {"all": total, "small_pool": first, "large_pool": second}
 
 
-def _active(tally, like):
+def _active(tally: Tally, like: str) -> int:
     """The blocks of a tally that are used or wait ("allocation"), or their bytes."""
     return getattr(tally, like) + getattr(tally, _ACTIVE[like][1])
 
 
-def _active_entry(like, small, large, both):
+def _active_entry(like: str, small: Tally, large: Tally, both: Tally) -> dict[str, dict[str, int]]:
     """`active` goes up as `allocation` does and comes down later, where a block waits for another stream."""
     name = _ACTIVE[like][0]
 
-    def figures(tally):
+    def figures(tally: Tally) -> tuple[int, int, int]:
         peak = max(getattr(tally, like + "_peak"), getattr(tally, name + "_peak"))
         return _active(tally, like), peak, getattr(tally, like + "_up")
 

@@ -30,7 +30,7 @@ _raw = torch._C._nn.scaled_dot_product_attention
 
 def scaled_dot_product_attention(
     query, key, value, attn_mask=None, dropout_p: float = 0.0, is_causal: bool = False, *, scale=None, enable_gqa=False
-):
+) -> torch.Tensor:
     """torch.nn.functional's. (N, heads, T, width) each, output as query. Raises PyTorch's errors."""
     inputs = (query, key, value) if attn_mask is None else (query, key, value, attn_mask)
     rest = {"scale": scale, "enable_gqa": enable_gqa}
@@ -58,7 +58,7 @@ def _is_wrong(query: torch.Tensor, *others: torch.Tensor, dropout: float) -> boo
 
 @casting("scaled_dot_product_attention")
 @entrance
-def _on_gpu(query, key, value, mask, dropout: float, causal: bool, *, scale, enable_gqa):
+def _on_gpu(query, key, value, mask, dropout: float, causal: bool, *, scale, enable_gqa) -> torch.Tensor:
     if not gpu_of(query) is gpu_of(key) is gpu_of(value):
         q, k, v = map(device_of, (query, key, value))
         raise RuntimeError(
@@ -74,7 +74,7 @@ def _on_gpu(query, key, value, mask, dropout: float, causal: bool, *, scale, ena
     return _attention(gpu, query, key, value, mask, dropout, causal, scale, enable_gqa).squeeze(0)
 
 
-def _attention(gpu, query, key, value, mask, dropout, causal, scale, gqa):
+def _attention(gpu, query, key, value, mask, dropout, causal, scale, gqa) -> torch.Tensor:
     version = gpu.machine.settings.version
     call = AttentionCall(query, key, value, mask, dropout, causal, gqa, gpu.spec.capability, version)
     backend = choose(call)
@@ -118,7 +118,7 @@ def _expanded(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor, backen
 # ---- the formula -----------------------------------------------------------------------------------------------------
 
 
-def _math(query, key, value, mask, dropout, causal, scale, gqa):
+def _math(query, key, value, mask, dropout, causal, scale, gqa) -> torch.Tensor:
     dtype = query.dtype
     if dtype in HALF and not torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed():
         query, key, value = query.float(), key.float(), value.float()

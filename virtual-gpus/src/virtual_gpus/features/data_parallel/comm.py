@@ -69,7 +69,7 @@ def _chunks(tensors: list[torch.Tensor], limit: int):
 
 
 @torch.no_grad()
-def _sent(chunk, gpus):
+def _sent(chunk: list[torch.Tensor], gpus) -> list[list[torch.Tensor]]:
     """Copies of a chunk's tensors on each GPU, cut from one flat buffer there; that at the source goes at once."""
     flat = _flatten_dense_tensors(chunk)
     if not gpus:
@@ -113,7 +113,7 @@ def _scatter(tensor, devices, chunk_sizes=None, dim: int = 0, streams=None):
 
 
 @entrance
-def _gather(tensors, dim: int, destination: int | None = None):
+def _gather(tensors, dim: int, destination: int | None = None) -> torch.Tensor:
     """One tensor of all, along `dim`, on the GPU `destination` (None: the current one; -1: the CPU)."""
     size = list(tensors[0].shape)
     size[dim] = sum(tensor.size(dim) for tensor in tensors)

@@ -44,7 +44,7 @@ def _say_once() -> None:
     print('virtual GPUs: backend "nccl" needs real GPUs; "gloo" answers instead', flush=True)
 
 
-def _new_process_group_helper(function: Callable, *args, **kwargs):
+def _new_process_group_helper(function: Callable, *args: Any, **kwargs: Any) -> Any:
     """PyTorch's function that makes every group, with gloo in the place of NCCL.
 
     init_process_group and new_group call it. They are not replaced themselves, since other modules import them by name.
@@ -100,7 +100,7 @@ def _hidden(c10d: Any, group: Any, store: Any) -> Any:
     return group
 
 
-def _destroy(function: Callable, group=None):
+def _destroy(function: Callable, group: Any = None) -> None:
     """Ends the hidden groups as well, once gloo's threads rest.
 
     If DDP's reducer holds the last reference to the group and goes while a thread needs Python's lock, it waits for the
@@ -151,7 +151,7 @@ def _end(group: Any) -> None:
     torch._C._distributed_c10d._unregister_process_group(group.group_name)
 
 
-def _rendezvous(function: Callable, url, rank=-1, world_size=-1, **kwargs):
+def _rendezvous(function: Callable, url: str, rank: int = -1, world_size: int = -1, **kwargs: Any) -> Any:
     """How the ranks meet. One rank of many meets no other, wherever it was told to."""
     settings = active().settings
     if settings.rank is None:
@@ -192,14 +192,14 @@ def stop(machine: VirtualMachine) -> None:
 def _device_types(raw: Any) -> property:
     """`group._device_types`: object collectives and barriers choose their device by it."""
 
-    def answer(group) -> list[torch.device]:
+    def answer(group: torch.distributed.ProcessGroup) -> list[torch.device]:
         devices = backends_of.get(group)
         return raw.__get__(group) if devices is None else [torch.device(name) for name in devices]
 
     return property(answer)
 
 
-def _get_object_coll_device(function: Callable, group=None):
+def _get_object_coll_device(function: Callable, group: Any = None) -> str:
     """The device on which objects travel: the computer's memory if GPU tensors keep no values (shapes_only)."""
     return "cpu" if active().shapes_only else function(group)
 
@@ -209,7 +209,7 @@ def _asker() -> str:
     return sys._getframe(3).f_globals.get("__name__", "")
 
 
-def _get_backend_name(function: Callable, group=None):
+def _get_backend_name(function: Callable, group: Any = None) -> str:
     """`get_backend`. torch.distributed.pipelining leaves out what needs another rank's answer if it is "fake".
 
     It does so for a rank that is alone, and where tensors have no values, because it asks for the answer's value.
@@ -219,14 +219,14 @@ def _get_backend_name(function: Callable, group=None):
     return "fake" if has_no_answer and _asker().startswith("torch.distributed.pipelining") else function(group)
 
 
-def _gather_object(function: Callable, *args, **kwargs):
+def _gather_object(function: Callable, *args: Any, **kwargs: Any) -> Any:
     """One rank of many gets its own object from everyone, which makes no checkpoint."""
     if active().settings.rank is not None and _asker().startswith("torch.distributed.checkpoint"):
         raise _no_checkpoint_of_others(active().settings)
     return function(*args, **kwargs)
 
 
-def _objects_from_another(function: Callable, *args, **kwargs):
+def _objects_from_another(function: Callable, *args: Any, **kwargs: Any) -> Any:
     """A function that receives objects from the rank `src`. One rank of many cannot know what they would be."""
     settings, given = active().settings, inspect.signature(function).bind(*args, **kwargs)
     if settings.rank is not None:
@@ -260,12 +260,12 @@ def _no_checkpoint_of_others(settings: Settings) -> errors.NotModelled:
     )
 
 
-def _get_backend(function: Callable, group, device):
+def _get_backend(function: Callable, group: torch.distributed.ProcessGroup, device: torch.device) -> Any:
     require_backend(group, torch.device(device).type)
     return function(group, device)
 
 
-def _split_group(function: Callable, group, *args, **kwargs):
+def _split_group(function: Callable, group: torch.distributed.ProcessGroup, *args: Any, **kwargs: Any) -> Any:
     made = function(group, *args, **kwargs)
     devices = backends_of.get(group)
     if made is not None and devices is not None:
@@ -281,7 +281,7 @@ def _split_group(function: Callable, group, *args, **kwargs):
     return made
 
 
-def _barrier(function: Callable, group, *args, **kwargs):
+def _barrier(function: Callable, group: torch.distributed.ProcessGroup, *args: Any, **kwargs: Any) -> Any:
     """NCCL needs to know the GPU of a barrier; gloo refuses to be told."""
     opts = next((value for value in (*args, *kwargs.values()) if hasattr(value, "device_ids")), None)
     gpu = _gpu_of_barrier(group, opts) if active().gpus else None
@@ -304,10 +304,10 @@ def _with_one_thread(raw: type) -> type:
     """
 
     class OneThread(type(raw)):
-        def __instancecheck__(cls, instance):
+        def __instancecheck__(cls, instance: object) -> bool:
             return isinstance(instance, raw)
 
-        def __call__(cls, store, rank, size, *options, timeout=None, **others):
+        def __call__(cls, store: Any, rank: int, size: int, *options: Any, timeout: Any = None, **others: Any) -> Any:
             if options or timeout is None:
                 return raw(store, rank, size, *options, **others)
             given = raw._Options()

@@ -45,9 +45,7 @@ class _Buckets(TorchDispatchMode):
         return made
 
 
-@entrance
-def _on(tensor: torch.Tensor, gpu: VirtualGPU) -> torch.Tensor:
-    return place(tensor, gpu)
+_on = entrance(place)
 
 
 def _on_gpu(base):

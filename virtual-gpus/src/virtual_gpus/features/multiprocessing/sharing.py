@@ -76,7 +76,7 @@ def share_memory_(self) -> torch.UntypedStorage:
 
 
 @staticmethod
-def _release_ipc_counter_cuda(*_) -> None:
+def _release_ipc_counter_cuda(*_: object) -> None:
     """Shared memory goes with its last user: there is nothing to count."""
 
 

@@ -57,7 +57,7 @@ def _switch_on(start: Callable[..., None], settings: dict, main: dict, folder: s
         multiprocessing.spawn._fixup_main_from_path(main["init_main_from_path"])
 
 
-def _rebuild_process(_, make, arguments):
+def _rebuild_process(_, make: Callable, arguments: tuple) -> object:
     return make(*arguments)
 
 

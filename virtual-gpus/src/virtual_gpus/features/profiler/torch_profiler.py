@@ -37,7 +37,7 @@ def _start_trace(function: Callable, self) -> None:
     self._devices = DeviceRecord(active()) if self.use_device == "cuda" else None
 
 
-def __exit__(function: Callable, self, *error):
+def __exit__(function: Callable, self, *error: object):
     """Wait for the GPUs, then stop listening."""
     result = function(self, *error)
     record = getattr(self, "_devices", None)

@@ -197,7 +197,7 @@ def _gradients(input, weight, shape, eps, gradient):
 
 
 @entrance
-def rms_norm(input, normalized_shape, weight=None, eps=None):
+def rms_norm(input: torch.Tensor, normalized_shape: list[int], weight=None, eps=None) -> torch.Tensor:
     """`torch.rms_norm`, with the fused kernel's memory for a tensor on a GPU."""
     same = weight is None or weight.dtype == getattr(input, "dtype", None)
     transformed = torch._C._functorch.is_functorch_wrapped_tensor(input)

@@ -60,7 +60,7 @@ def _replacement(name: str):
     return recurrent
 
 
-def _on_cudnn(call: RecurrentCall):
+def _on_cudnn(call: RecurrentCall) -> tuple[torch.Tensor, ...]:
     """`_cudnn_impl`: casts under autocast, checks, and the operation, with a graph where one is wanted."""
     call.gpu = gpu_of(call.input)
     call.measure()

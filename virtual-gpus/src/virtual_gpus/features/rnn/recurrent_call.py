@@ -114,7 +114,7 @@ class RecurrentCall:
                         leaf.requires_grad_(source.requires_grad)
             return Graph(leaves, self._run(*leaves[:3], leaves[3:]))
 
-    def _run(self, input, hx, cx, params):
+    def _run(self, input: torch.Tensor, hx, cx, params) -> tuple[torch.Tensor, ...]:
         """In float32 where this CPU has no kernels for the type: the results are rounded once, as a GPU's are."""
         dtype = input.dtype
         if dtype in slow_types():

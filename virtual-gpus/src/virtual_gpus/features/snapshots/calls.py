@@ -46,7 +46,7 @@ def _cuda_record_memory_history(enabled, context, stacks, max_entries, clear=Fal
             recorder.start(max_entries if enabled == "all" else 1, _CONTEXTS[context], clear)
 
 
-def _cuda_record_memory_history_legacy(enabled, *options) -> None:
+def _cuda_record_memory_history_legacy(enabled: bool, *options: object) -> None:
     """The same for a call with True or False."""
     if enabled:
         raise errors.not_modelled('_record_memory_history(True) (an old way to say "all" or "state")')

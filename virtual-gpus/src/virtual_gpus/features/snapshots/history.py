@@ -162,7 +162,7 @@ class Recorder:
         if self.context is not None:
             self._add("snapshot", 0, active, 0)
 
-    def _add(self, action, value, size, stream, stack=None, now=None):
+    def _add(self, action: str, value: int, size: int, stream: int, stack=None, now: int | None = None) -> None:
         stack = stack if self.context >= ALLOC else None
         self.entries.append(Entry(action, value, size, stream, now or time.perf_counter_ns(), stack))
 

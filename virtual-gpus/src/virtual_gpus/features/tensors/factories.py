@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from numbers import Integral
+from typing import Any
 
 import torch
 from torch.overrides import handle_torch_function, has_torch_function
@@ -15,7 +16,7 @@ from virtual_gpus.entrance import entrance
 from virtual_gpus.features.tensors.autograd import beside
 from virtual_gpus.features.tensors.device_numbers import named
 from virtual_gpus.features.tensors.transfers import as_device
-from virtual_gpus.machine import active, find_gpu
+from virtual_gpus.machine import VirtualGPU, active, find_gpu
 from virtual_gpus.placement.storages import gpu_of, pin
 from virtual_gpus.threads import this_thread
 
@@ -32,7 +33,7 @@ def _maker(name: str) -> _Factory:
     """`torch.tensor` and its kin parse their data in C++ and would ask CUDA itself: make it on the CPU, then move."""
     make = _raw_make[name]
 
-    def on_device(*args, device=None, **kwargs):
+    def on_device(*args: Any, device: Any = None, **kwargs: Any) -> torch.Tensor:
         machine = active()
         if not args and _DATA[name] in kwargs:
             args = (kwargs.pop(_DATA[name]),)
@@ -52,7 +53,7 @@ def _maker(name: str) -> _Factory:
     return _Factory(make, on_device)
 
 
-def _make_on(make, name: str, target, data, *args, **kwargs):
+def _make_on(make: Any, name: str, target: VirtualGPU | None, data: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
     """On the CPU first, then on `target`; what is there already is shared, not copied, where PyTorch shares it."""
     if isinstance(data, torch.Tensor) and name in ("as_tensor", "asarray"):
         dtype = kwargs.get("dtype", args[0] if args else None)
@@ -65,7 +66,7 @@ def _make_on(make, name: str, target, data, *args, **kwargs):
     return (pin(made) if pinned and target is None else made).requires_grad_(requires_grad)
 
 
-def new_tensor(self, data, *, dtype=None, device=None, requires_grad: bool = False, **kwargs):
+def new_tensor(self, data: Any, *, dtype=None, device=None, requires_grad: bool = False, **kwargs: Any) -> torch.Tensor:
     """`x.new_tensor(data)`: on x's device unless another is named, or `data` is a tensor and has one."""
     if device is None:
         device = (data if isinstance(data, torch.Tensor) else self).device
@@ -73,7 +74,7 @@ def new_tensor(self, data, *, dtype=None, device=None, requires_grad: bool = Fal
 
 
 @entrance
-def new(self, *args, device=None, **kwargs):
+def new(self, *args: Any, device: Any = None, **kwargs: Any) -> torch.Tensor:
     """`x.new(2, 3)`, `x.new([1, 2])`, `x.new(tensor)`, `x.new()`: of x's dtype, on x's GPU unless another is named.
 
     The rules of torch/csrc/utils/tensor_new.cpp: integers and a torch.Size are sizes, a tensor or a storage is shared,
@@ -98,11 +99,11 @@ def new(self, *args, device=None, **kwargs):
 _MAKES_FOR_ITSELF = ((torch._C._nn, "unflatten_dense_tensors"), (torch.linalg, "matrix_rank"))
 
 
-def _beside_input(function):
+def _beside_input(function: Any) -> Any:
     """Such a function, whose results belong on the GPU of its first input."""
 
     @functools.wraps(function)
-    def made_beside(*args, **kwargs):
+    def made_beside(*args: Any, **kwargs: Any) -> Any:
         results = function(*args, **kwargs)
         first = next(iter((*args, *kwargs.values())))
         for result in results if isinstance(results, (list, tuple)) else [results]:
@@ -140,10 +141,10 @@ def _factories() -> list[tuple]:
     return [(n, f) for n, f in vars(torch).items() if id(f) in makers and n not in _raw_make]
 
 
-def _joining(make) -> _Factory:
+def _joining(make: Any) -> _Factory:
     """C++ asks `_lazy_init` once per process; a thread that was there before the GPUs must join all the same."""
 
-    def factory(*args, **kwargs):
+    def factory(*args: Any, **kwargs: Any) -> torch.Tensor:
         if this_thread.mode is None:
             enter_thread()
         if "device" in kwargs:
@@ -160,12 +161,12 @@ class _Factory:
     off.
     """
 
-    def __init__(self, make, factory):
+    def __init__(self, make: Any, factory: Any):
         functools.update_wrapper(self, make)
         self._make, self._factory, self._is_like = make, factory, make.__name__.endswith("_like")
 
     @entrance
-    def __call__(self, *args, **kwargs):
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         asked = (args[:1] or (kwargs.get("input"),)) if self._is_like else ()
         if torch._C._is_torch_function_mode_enabled() or (asked and has_torch_function(asked)):
             return handle_torch_function(self, asked, *args, **kwargs)

@@ -43,7 +43,7 @@ def _flag(args: list, position: int, kwargs: dict[str, object], name: str = "cop
 
 
 @entrance
-def to(self, *args, **kwargs):
+def to(self, *args, **kwargs) -> torch.Tensor:
     """`Tensor.to` with virtual devices."""
     machine = active()
     if machine is None or this_thread.inside:
@@ -62,7 +62,7 @@ def to(self, *args, **kwargs):
 
 
 @entrance
-def cuda(self, device=None, non_blocking: bool = False, memory_format=torch.preserve_format):
+def cuda(self, device=None, non_blocking: bool = False, memory_format=torch.preserve_format) -> torch.Tensor:
     """`Tensor.cuda`: to the current GPU, or to the one named."""
     machine = active()
     if machine is None:
@@ -126,7 +126,7 @@ class save_on_cpu(torch.autograd.graph.save_on_cpu):
         super().__init__(pin_memory, device_type)
         with_values = self.pack_hook
 
-        def pack(tensor):
+        def pack(tensor: torch.Tensor):
             if has_values(tensor):
                 return with_values(tensor)
             return tensor.device, torch.empty_like(tensor, device="meta")
