@@ -1,9 +1,8 @@
 """scaled_dot_product_attention on a virtual GPU: CUDA's choice of kernel, its memory, the CPU's numbers.
 
 A fused kernel keeps its inputs, its output and one float per row of the scores, where the formula keeps the scores.
-`choice` says which one runs, `kernels` what memory it takes, `values` computes.
-The formula runs operator by operator, as in PyTorch (_scaled_dot_product_attention_math in
-aten/src/ATen/native/transformers/attention.cpp).
+`choice` says which one runs, `kernels` what memory it takes, `values` computes. The formula runs operator by operator,
+as in PyTorch (_scaled_dot_product_attention_math in aten/src/ATen/native/transformers/attention.cpp).
 """
 
 from __future__ import annotations

@@ -24,9 +24,8 @@ _TILES = tuple(map(tuple, _FITTED["tiles"]))
 
 def forward(operation: Operation) -> Cost:
     """With a bias, which a kernel of its own adds to the result (aten/src/ATen/native/cudnn/ConvShared.cpp)."""
-    (images, filters), result = operation.inputs[:2], operation.outputs[0]
-    cost = _conv(operation, False, images, filters, result, 1)
-    seconds = operation.kernel + operation.reading(2 * result.nbytes)
+    cost = _conv(operation, False, *operation.inputs[:2], operation.outputs[0], 1)
+    seconds = operation.kernel + operation.reading(2 * operation.outputs[0].nbytes)
     return _and(cost, seconds) if len(operation.inputs) > 2 else cost
 
 

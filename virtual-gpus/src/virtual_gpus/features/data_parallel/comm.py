@@ -17,6 +17,7 @@ from virtual_gpus.dispatch.copies import move
 from virtual_gpus.entrance import entrance
 from virtual_gpus.features.cuda.devices import gpu_at
 from virtual_gpus.features.data_parallel.parallel import collective_here
+from virtual_gpus.machine import VirtualGPU
 from virtual_gpus.placement.storages import gpu_of, nbytes
 
 
@@ -69,7 +70,7 @@ def _chunks(tensors: list[torch.Tensor], limit: int):
 
 
 @torch.no_grad()
-def _sent(chunk: list[torch.Tensor], gpus) -> list[list[torch.Tensor]]:
+def _sent(chunk: list[torch.Tensor], gpus: list[VirtualGPU]) -> list[list[torch.Tensor]]:
     """Copies of a chunk's tensors on each GPU, cut from one flat buffer there; that at the source goes at once."""
     flat = _flatten_dense_tensors(chunk)
     if not gpus:

@@ -141,8 +141,7 @@ COSTS = {
     "index_add_": moves("rows_added", lambda operation: 3 * operation.inputs[-1].nbytes),  # only the named rows
     "embedding_dense_backward": OperatorClass(_embedding_backward_cost, is_fusible=False),
     **dict.fromkeys(("select_backward", "slice_backward"),
-                    moves("zeros_and_values",
-                          lambda operation: bytes_of(operation.outputs) + 2 * bytes_of(operation.inputs))),
+                    moves("zeros_and_values", lambda operation: operation.nbytes + bytes_of(operation.inputs))),
 }  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import prod
 
 import torch
@@ -13,7 +14,7 @@ from virtual_gpus.memory_model import reduction_scratch
 from virtual_gpus.threads import below
 
 
-def take_buffers(call: OpCall, tensor: torch.Tensor, dims, partial_bytes: int) -> None:
+def take_buffers(call: OpCall, tensor: torch.Tensor, dims: Sequence[int] | None, partial_bytes: int) -> None:
     """Take and give back what reducing `tensor` on the call's GPU needs, after the result was placed."""
     partial, semaphores = reduction_scratch(
         tensor.shape, call.gpu.spec, dims, strides=tensor.stride(), partial_bytes=partial_bytes
@@ -33,16 +34,11 @@ def _partial_bytes(call: OpCall, tensor: torch.Tensor) -> int:
 
 
 def reduction(call: OpCall, partial_bytes: int | None = None) -> torch.Tensor | tuple[torch.Tensor, ...]:
-    """`sum`, `mean` and their like: one number per partial result, unless it is said how many bytes one has."""
+    """`sum` and its like: a number per partial result. 16 bytes are a number and its index, as `argmax` has them."""
     tensor, dim = call.args[0], call["dim"] if "dim" in call.op.names else None
     result = call.run()
     take_buffers(call, tensor, (dim,) if isinstance(dim, int) else dim, partial_bytes or _partial_bytes(call, tensor))
     return result
-
-
-def with_index(call: OpCall) -> torch.Tensor | tuple[torch.Tensor, ...]:
-    """`argmax`, `max(dim)`, ...: a partial result is a number and its index, 16 bytes."""
-    return reduction(call, 16)
 
 
 def histc(call: OpCall) -> torch.Tensor:
@@ -57,7 +53,7 @@ def histc(call: OpCall) -> torch.Tensor:
 RECIPES = {
     "histc": histc,
     **dict.fromkeys(("sum", "mean", "nansum", "prod", "amax", "amin", "linalg_vector_norm", "norm"), reduction),
-    **dict.fromkeys(("argmax", "argmin", "var", "std", "var_mean", "std_mean"), with_index),
+    **dict.fromkeys(("argmax", "argmin", "var", "std", "var_mean", "std_mean"), lambda call: reduction(call, 16)),
 }
 
 

@@ -10,6 +10,7 @@ import torch
 
 from virtual_gpus.entrance import entrance
 from virtual_gpus.features.rnn.sizes import Network, weight_offsets
+from virtual_gpus.machine import VirtualGPU
 from virtual_gpus.placement.storages import StorageAllocation, empty_in, gpu_of
 from virtual_gpus.threads import below
 
@@ -22,7 +23,7 @@ def is_acceptable(tensor: torch.Tensor) -> bool:
     return torch._C._get_cudnn_enabled() and gpu_of(tensor) is not None and tensor.dtype in DTYPES
 
 
-def empty(gpu, count: int, dtype: torch.dtype) -> torch.Tensor:
+def empty(gpu: VirtualGPU, count: int, dtype: torch.dtype) -> torch.Tensor:
     """A buffer of `count` elements on `gpu`."""
     return empty_in(StorageAllocation(gpu, count * dtype.itemsize), (count,), dtype)
 
