@@ -137,7 +137,7 @@ class Settings:
                 f"{world_size // self.count} hosts. Leave hosts={self.hosts!r} out."
             )
 
-    def place_of(self, rank: int) -> tuple[int, int]:
+    def host_and_slot(self, rank: int) -> tuple[int, int]:
         """(host, slot) of a rank of a job of many: ranks fill the hosts in order, as torchrun does it."""
         return divmod(rank, self.count // self.hosts)
 

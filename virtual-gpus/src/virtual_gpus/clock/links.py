@@ -51,10 +51,10 @@ class Topology:
             return self.network
         return link_of(self.labels[first][second], self.pcie)
 
-    def links_of_group(self, places: Sequence[tuple[int, int]], per_host: int) -> GroupLinks:
+    def links_of_group(self, members: Sequence[tuple[int, int]], per_host: int) -> GroupLinks:
         """How the members of a process group reach each other.
 
-        places: (host, slot) of each member in the order of ranks. Every host has the slots of this topology.
+        members: (host, slot) of each member in the order of ranks. Every host has the slots of this topology.
         per_host: ranks of the whole program on one host, which share its adapters.
 
         A ring passes through each host once, and its members there follow each other in the order of ranks. NCCL builds
@@ -63,19 +63,19 @@ class Topology:
         each in its own group. So a group that has `here` of the host's `per_host` ranks gets the fraction
         here / per_host of the adapters.
         """
-        ring = sorted(places, key=lambda member: member[0])
+        ring = sorted(members, key=lambda member: member[0])
         inside = {
             self.between(first[1], second[1])
             for first, second in zip(ring, [*ring[1:], ring[0]], strict=True)
             if first[0] == second[0] and first != second
         }
-        members = Counter(host for host, _ in places)
-        here = min(members.values())
-        if len(members) == 1:
-            return GroupLinks(len(places), here, tuple(inside), None)
+        on_hosts = Counter(host for host, _ in members)
+        here = min(on_hosts.values())
+        if len(on_hosts) == 1:
+            return GroupLinks(len(members), here, tuple(inside), None)
         share = self.adapters * min(1.0, here / per_host)
         across = replace(self.network, bandwidth=self.network.bandwidth * share)
-        return GroupLinks(len(places), here, tuple(inside), across)
+        return GroupLinks(len(members), here, tuple(inside), across)
 
     def drawn(self) -> str:
         """The output of `nvidia-smi topo -m` on the first machine, without the columns about the CPU."""

@@ -83,7 +83,7 @@ def _tree_seconds(group: GroupLinks, nbytes: int) -> float:
 def message_seconds(
     topology: Topology, here: tuple[int, int], there: tuple[int, int], nbytes: int, share: LinkSpec | None = None
 ) -> float:
-    """Seconds of a message between the GPUs at two places, (host, slot) each.
+    """Seconds of a message between two GPUs, (host, slot) each.
 
     Between hosts it goes through one network adapter. share: `GroupLinks.across` of a group whose ranks all send at the
     same time, if that is less. None: no others send.

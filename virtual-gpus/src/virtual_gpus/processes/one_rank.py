@@ -30,7 +30,7 @@ from virtual_gpus.settings import Settings
 def variables(settings: Settings) -> dict[str, str]:
     """The environment that torchrun gives to the rank of `settings`."""
     assert settings.rank is not None and settings.world_size is not None
-    host, slot = settings.place_of(settings.rank)
+    host, slot = settings.host_and_slot(settings.rank)
     hosts = settings.world_size // settings.count
     return {
         "RANK": str(settings.rank), "WORLD_SIZE": str(settings.world_size),

@@ -193,10 +193,10 @@ class Timeline:
             name = "host (modelled)" if gpu is None else f"cuda:{gpu} (modelled)"
             yield {"ph": "M", "name": "process_name", "pid": process, "args": {"name": name}}
             yield {"ph": "M", "name": "thread_name", "pid": process, "tid": row, "args": {"name": lane_name(lane)}}
-        places = {key: row for row, key in enumerate(rows)}
+        numbers = {key: row for row, key in enumerate(rows)}
         for s in self.spans:
             yield {"ph": "X", "name": s.name, "cat": s.kind, "pid": -1 if s.gpu is None else s.gpu,
-                   "tid": places[s.gpu, s.lane], "ts": s.start * 1e6, "dur": (s.end - s.start) * 1e6}  # fmt: skip
+                   "tid": numbers[s.gpu, s.lane], "ts": s.start * 1e6, "dur": (s.end - s.start) * 1e6}  # fmt: skip
 
 
 @contextmanager

@@ -125,7 +125,7 @@ def _meet(
     count(group)
     connect(group)
     try:
-        numbers = torch.tensor([began, *groups.place_of(gpu), number(what)], dtype=torch.float64, device="cpu")
+        numbers = torch.tensor([began, *groups.host_and_slot(gpu), number(what)], dtype=torch.float64, device="cpu")
         others = [told.tolist() for told in _gathered(group, what, numbers)]
     except CollectiveMismatch:
         raise
@@ -134,11 +134,11 @@ def _meet(
         raise
     if any(other[3] != others[0][3] for other in others):
         raise mismatch(group, what, functools.partial(_gathered, group, what))
-    places = [(int(host), int(slot)) for _, host, slot, _ in others]
+    members = [(int(host), int(slot)) for _, host, slot, _ in others]
     if groups.is_nccl(group):
-        _refuse_shared_gpus(places)
+        _refuse_shared_gpus(members)
     start = max(start for start, *_ in others)
-    return Meeting(gpu, lane, began, start, groups.links_between(gpu, group, places), nbytes)
+    return Meeting(gpu, lane, began, start, groups.links_between(gpu, group, members), nbytes)
 
 
 def _carry(meeting: Meeting, made: int = 0) -> float:
@@ -153,17 +153,17 @@ def _carry(meeting: Meeting, made: int = 0) -> float:
     return end
 
 
-def _refuse_shared_gpus(places: Sequence[tuple[int, int]]) -> None:
+def _refuse_shared_gpus(members: Sequence[tuple[int, int]]) -> None:
     """NCCL wants a GPU for each rank (`ncclCommInitRank`'s error, as NCCLUtils.cpp in PyTorch words it)."""
-    for rank, place in enumerate(places):
-        other = places.index(place)
+    for rank, member in enumerate(members):
+        other = members.index(member)
         if other < rank:
             version = ".".join(map(str, torch.cuda.nccl.version()))
             raise torch.distributed.DistBackendError(
                 "NCCL error in: torch/csrc/distributed/c10d/NCCLUtils.cpp, invalid usage (run with NCCL_DEBUG=WARN for "
                 f"details), NCCL version {version}\n"
                 "ncclInvalidUsage: This usually reflects invalid usage of NCCL library.\nLast error:\n"
-                f"Duplicate GPU detected : rank {rank} and rank {other} both on CUDA device {place[1] + 1:x}000"
+                f"Duplicate GPU detected : rank {rank} and rank {other} both on CUDA device {member[1] + 1:x}000"
             )
 
 

@@ -69,16 +69,16 @@ def links_when_alone(gpu: VirtualGPU, group: torch.distributed.ProcessGroup) -> 
     """The links of a group in which this process is alone. Its members are counted once, not at every collective."""
     known = _links.get(group)
     if known is None or known[0].machine is not gpu.machine:
-        ranks = torch.distributed.get_process_group_ranks(group)
-        known = _links[group] = gpu, links_between(gpu, group, [gpu.machine.settings.place_of(rank) for rank in ranks])
+        members = list(map(gpu.machine.settings.host_and_slot, torch.distributed.get_process_group_ranks(group)))
+        known = _links[group] = gpu, links_between(gpu, group, members)
     return known[1]
 
 
-def links_between(gpu: VirtualGPU, group, places: Sequence[tuple[int, int]]) -> GroupLinks:
-    """The links of a group whose members are at `places`: (host, slot) of each, in the order of ranks."""
+def links_between(gpu: VirtualGPU, group, members: Sequence[tuple[int, int]]) -> GroupLinks:
+    """The links of a group of these members, (host, slot) of each in the order of ranks."""
     settings = gpu.machine.settings
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", _world_size(group)))  # those that torchrun started
-    return gpu.machine.topology.links_of_group(places, per_host=max(1, min(settings.count, ranks) // settings.hosts))
+    return gpu.machine.topology.links_of_group(members, per_host=max(1, min(settings.count, ranks) // settings.hosts))
 
 
 def _world_size(group: torch.distributed.ProcessGroup) -> int:
@@ -86,7 +86,7 @@ def _world_size(group: torch.distributed.ProcessGroup) -> int:
     return torch.distributed.get_world_size() if torch.distributed.is_initialized() else group.size()
 
 
-def place_of(gpu: VirtualGPU) -> tuple[int, int]:
+def host_and_slot(gpu: VirtualGPU) -> tuple[int, int]:
     """(host, slot): torchrun numbers the hosts; a described topology may have several as well."""
     host = int(os.environ.get("GROUP_RANK", 0)) * gpu.machine.settings.hosts + gpu.machine.topology.hosts[gpu.slot]
     return host, gpu.slot

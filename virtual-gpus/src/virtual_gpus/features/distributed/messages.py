@@ -17,7 +17,7 @@ import torch
 
 from virtual_gpus.clock.traffic import message_seconds
 from virtual_gpus.features.distributed.arrivals import Arrival, Lane, begins, gpu_bytes, lane_of, note, occupy
-from virtual_gpus.features.distributed.groups import carrier, first_gpu_of, is_alone, links_when_alone, place_of
+from virtual_gpus.features.distributed.groups import carrier, first_gpu_of, host_and_slot, is_alone, links_when_alone
 from virtual_gpus.machine import VirtualGPU
 from virtual_gpus.threads import below
 
@@ -41,12 +41,12 @@ def send_or_receive(name: str, gpu: VirtualGPU, group, tensors: list[torch.Tenso
     sends = name in SENDS
     lane, nbytes = lane_of(group, "send" if sends else "recv"), gpu_bytes(tensors)
     began = begins(gpu, lane, tensors)
-    here = place_of(gpu)
+    here = host_and_slot(gpu)
     end: float | Callable[[], float]
     if is_alone(group):  # the other side is ready when this one is
         ranks = torch.distributed.get_process_group_ranks(group)
         other = ranks[(group.rank() + 1) % group.size() if peer is None else peer]  # any: the next is as good as others
-        here, there = (gpu.machine.settings.place_of(rank) for rank in (ranks[group.rank()], other))
+        here, there = (gpu.machine.settings.host_and_slot(rank) for rank in (ranks[group.rank()], other))
         end = began + message_seconds(gpu.machine.topology, here, there, nbytes, links_when_alone(gpu, group).across)
     else:
         end = _tell_or_ask(sends, gpu, group, lane, began, nbytes, peer, tag)
@@ -62,11 +62,11 @@ def _tell_or_ask(
 ) -> float | Callable[[], float]:
     """Tell the receiver when this message begins. Returns its end; for the receiver, a function that waits for it."""
     with below(), torch._C._DisableTorchDispatch(), torch.no_grad():
-        message = torch.tensor([began, *place_of(gpu)], dtype=torch.float64, device="cpu")
+        message = torch.tensor([began, *host_and_slot(gpu)], dtype=torch.float64, device="cpu")
         carried = carrier(group)
         work = (carried.send if sends else carried.recv)([message], peer, tag + _CLOCK_TAG)
     (_sent if sends else on_their_way).append((work, message))
-    here, topology = place_of(gpu), gpu.machine.topology
+    here, topology = host_and_slot(gpu), gpu.machine.topology
     if sends:  # as good a guess as any: where the rank would be
         return began + message_seconds(topology, here, (here[0], peer % len(gpu.machine.slots)), nbytes)
 

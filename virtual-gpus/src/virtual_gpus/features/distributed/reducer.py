@@ -95,11 +95,11 @@ def _without_times(base):
 
 
 def _numbers_by_gpu(tensors: list[torch.Tensor]) -> list[list[int]]:
-    """The places in a list of tensors, one list per GPU: C++, which sees one CPU, must not mix them."""
-    places: dict[int, list[int]] = {}
+    """The numbers in a list of tensors, one list per GPU: C++, which sees one CPU, must not mix them."""
+    numbers: dict[int, list[int]] = {}
     for number, tensor in enumerate(tensors):
-        places.setdefault(id(gpu_of(tensor)), []).append(number)
-    return list(places.values())
+        numbers.setdefault(id(gpu_of(tensor)), []).append(number)
+    return list(numbers.values())
 
 
 def _compute_bucket_assignment_by_size(tensors, limits, expect_sparse=(), *args, **kwargs):
