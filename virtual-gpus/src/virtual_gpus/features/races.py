@@ -25,13 +25,14 @@ from virtual_gpus.follower import Follower
 from virtual_gpus.machine import VirtualGPU, VirtualMachine
 from virtual_gpus.operators import Operator
 from virtual_gpus.placement.storages import HostStorage, StorageAllocation, allocation_of, gpu_of, storages, tensors_in
+from virtual_gpus.threads import OfEachThread
 
 Place = tuple[int, int | str]  # (GPU's slot, stream or queue of collectives): work in one place runs in order
 Past = dict[Place, int]  # of each place, the number of its last work that is known to be done
 _HOST: Place = (-1, "host")
 _WITHOUT_ACCESS = ("empty", "new_empty", "resize_", "set_", "record_stream", "lift_fresh", "_resize_output_")
 _KEPT = 64  # freed blocks that other streams may still use
-_sanitizers: list[Any] = []  # PyTorch's own, while it is off
+_in_this_thread = OfEachThread(sanitizer=None)  # PyTorch's own, which is a mode of one thread, while it is off
 
 
 class RaceError(RuntimeError):
@@ -383,15 +384,15 @@ def prepare() -> None:
     """Switch PyTorch's own checks off, which TORCH_CUDA_SANITIZER put on: they ask the driver at every operator."""
     module = sys.modules.get("torch.cuda._sanitizer")
     if module is not None and module.cuda_sanitizer.dispatch in _get_current_dispatch_mode_stack()[-1:]:
-        _sanitizers.append(module.cuda_sanitizer)
+        _in_this_thread.sanitizer = module.cuda_sanitizer
         module.cuda_sanitizer.disable()
 
 
 def forget() -> None:
     """Switch them on again."""
-    while _sanitizers:
-        if not (sanitizer := _sanitizers.pop()).enabled:
-            sanitizer.enable()
+    sanitizer, _in_this_thread.sanitizer = _in_this_thread.sanitizer, None
+    if sanitizer is not None and not sanitizer.enabled:
+        sanitizer.enable()
 
 
 def start(machine: VirtualMachine) -> None:
