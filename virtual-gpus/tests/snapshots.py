@@ -54,15 +54,16 @@ def state() -> dict:
     }
 
 
-def stayed() -> list[str]:
-    """What a patch takes and is not as it was before any virtual GPU was on, in words; the empty list if all is.
+def _is_as_it_was(was, now) -> bool:
+    """True also for what the import of PyTorch's compiler, or its first use, has wrapped for good."""
+    return was is now or was is getattr(now, "_torchdynamo_orig_callable", now)
 
-    The first torch.compile of a process wraps some of these names for good.
-    """
+
+def stayed() -> list[str]:
+    """What a patch takes and is not as it was before any virtual GPU was on, in words; the empty list if all is."""
     found = []
     for (owner, name), was in zip(_rows, _at_import, strict=True):
-        now = vars(owner).get(name, _ABSENT)
-        if was is not now and was is not getattr(now, "_torchdynamo_orig_callable", now):
+        if not _is_as_it_was(was, vars(owner).get(name, _ABSENT)):
             found.append(f"{name} of {owner!r} stayed")
     return found
 
@@ -73,7 +74,7 @@ def differences(before: tuple[dict, dict]) -> list[str]:
     for old, new in zip(before, picture(), strict=True):
         for key in old.keys() | new.keys():
             was, now = old.get(key, _ABSENT), new.get(key, _ABSENT)
-            if was is not now and not (isinstance(key, str) and was == now):
+            if not _is_as_it_was(was, now) and not (isinstance(key, str) and was == now):
                 found.append(f"{key}: {was!r} became {now!r}")
     return found
 
