@@ -33,7 +33,9 @@ def modules(*args, **options):
     return (module for module in found if module.name.removeprefix("virtual_gpus.features.") not in GONE)
 
 def train():
+    import virtual_gpus as package
     from virtual_gpus import virtual_gpus
+    assert all(getattr(package, name) for name in package.__all__)
     for feature in GONE & SETTINGS.keys():
         try:
             virtual_gpus(2, **SETTINGS[feature]).start()

@@ -128,8 +128,7 @@ import importlib.util
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from virtual_gpus.errors import NotModelled
-    from virtual_gpus.features.races import RaceError
+    from virtual_gpus.errors import NotModelled, RaceError
     from virtual_gpus.placement.storages import block_address
     from virtual_gpus.switch import active_machine, renew_inherited, virtual_gpus
     from virtual_gpus.timeline.record import record_timeline
@@ -141,7 +140,7 @@ __version__ = "0.2.0"
 
 _MODULES = {
     "NotModelled": "virtual_gpus.errors",
-    "RaceError": "virtual_gpus.features.races",
+    "RaceError": "virtual_gpus.errors",
     "active_machine": "virtual_gpus.switch",
     "block_address": "virtual_gpus.placement.storages",
     "record_timeline": "virtual_gpus.timeline.record",

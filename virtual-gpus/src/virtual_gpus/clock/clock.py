@@ -213,7 +213,7 @@ class Clock:
         """Another clock for the same GPUs, which starts at 0."""
         return Clock(len(self.tracks), self.host)
 
-    # What these say beyond times is for `features.races`.
+    # Here, times are numbers. Another clock may keep more with them, such as which work is done by then.
 
     def latest(self, times: Iterable[float]) -> float:
         """The latest of several times; 0 if there are none."""

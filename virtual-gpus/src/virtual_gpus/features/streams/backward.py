@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import collections
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 
@@ -105,3 +105,8 @@ def _gpus(gradients: tuple[torch.Tensor | None, ...]) -> set[VirtualGPU]:
 def prepare() -> None:
     """See `features`. `tensors.autograd` runs its passes so while GPUs are on, and only then."""
     autograd.around_pass = on_the_streams_of_forward
+
+
+def forget() -> None:
+    """See `features`."""
+    autograd.around_pass = nullcontext
