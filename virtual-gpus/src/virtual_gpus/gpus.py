@@ -131,6 +131,7 @@ class GPUSpec:
     capability: compute capability (major, minor).
     cores, threads, registers, shared_memory: of a multiprocessor: cores for fp32, and what it holds at a time; memory
         in bytes. shared_memory_of_block: bytes that one block of threads can have.
+    tensor_cores: the types that they multiply ("fp16", "bf16", "tf32"). cublas_workspace: bytes, see `memory_model`.
     bandwidth: bytes per second of the GPU's memory.
     flops: peak operations per second of matrix multiplications by data type, on tensor cores if the GPU has them. A
         type that the GPU does not support counts as fp32.
@@ -148,6 +149,8 @@ class GPUSpec:
     registers: int
     shared_memory: int
     shared_memory_of_block: int
+    tensor_cores: tuple[str, ...]
+    cublas_workspace: int
     multi_processor_count: int
     l2_bytes: int
     bandwidth: float
@@ -186,11 +189,12 @@ def spec(kind: str) -> GPUSpec:
 def _read(kind: str) -> GPUSpec:
     data = figures.read(f"kinds/{kind}.toml")
     peak, (major, minor) = data["peak"], data["capability"].split(".")
+    architecture = figures.read("architectures.toml")["capabilities"][data["capability"]]
     return GPUSpec(
         kind=kind,
         name=data["name"],
         capability=(int(major), int(minor)),
-        **figures.read("architectures.toml")["capabilities"][data["capability"]],
+        **architecture | {"tensor_cores": tuple(architecture["tensor_cores"])},
         flops=Flops(**dict.fromkeys(Flops._fields, peak["fp32"]) | peak),
         link=LINKS[data["link"]],
         host_link=LINKS[data["host_link"]],

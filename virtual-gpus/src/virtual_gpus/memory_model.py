@@ -97,7 +97,7 @@ def blas_workspaces(
     if pairs:
         cublas = sum(int(size) * int(count) for size, count in pairs)
     else:
-        cublas = 4096 * 8 if _sheet(gpu).capability >= (9, 0) else 4096 * 2 + 16 * 8
+        cublas = _sheet(gpu).cublas_workspace // _KIB
     text = settings.get("CUBLASLT_WORKSPACE_SIZE", "")
     kept = keeps_workspaces(torch_version, settings)
     asked = settings.get("TORCH_CUBLASLT_UNIFIED_WORKSPACE")

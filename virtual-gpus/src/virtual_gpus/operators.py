@@ -50,7 +50,9 @@ class Operator:
         self._read_random_numbers(func)
         self.needs_values = bool({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & set(func.tags))
         self.keeps_answers = _keeps_answers(self, func)
-        _, _, self.tf32_setting, self.depends_on_strides, self.unless = class_of(self.base)
+        of_class = class_of(self.base)
+        self.tf32_setting, self.unless = of_class.tf32_setting, of_class.unless
+        self.depends_on_strides = of_class.depends_on_strides
         self.allowed_on_host = ON_THE_HOST.get(self.base, frozenset())
         self.check, self.recipe = CHECKS.get(self.base), RECIPES.get(self.base)
         self.asks_first = ASKS_FIRST.get(self.base)

@@ -11,15 +11,10 @@ from functools import lru_cache
 from math import ceil
 
 from virtual_gpus import figures
+from virtual_gpus.clock.work import BYTES
 from virtual_gpus.gpus import GPUSpec
 
 _FITTED = figures.read("operators.toml")["products"]
-
-
-def tensor_cores(spec: GPUSpec, precision: str) -> bool:
-    """True if a product of that precision ("fp32", "tf32", "fp16", "bf16", "fp64") runs on tensor cores."""
-    least = {"fp16": (7, 0), "bf16": (8, 0), "tf32": (8, 0)}.get(precision)
-    return least is not None and spec.capability >= least
 
 
 @lru_cache(maxsize=8192)
@@ -31,9 +26,9 @@ def product(
         return 0.0, 0
     seconds, kernels = in_tiles(spec, m, n, k, batch, precision, with_bias)
     reached = spec.reached
-    if not aligned and batch == 1 and tensor_cores(spec, precision):
+    if not aligned and batch == 1 and precision in spec.tensor_cores:
         seconds += (_FITTED["misaligned"] - 1) * (seconds - _FITTED["start_on_cores"] * reached.kernel)
-    nbytes = (2 if precision in ("fp16", "bf16") else 4) * batch * (m * k + k * n + m * n)
+    nbytes = BYTES[precision] * batch * (m * k + k * n + m * n)
     least = nbytes / (spec.bandwidth * reached.memory)
     return max(seconds, least + reached.kernel), kernels
 
@@ -41,7 +36,7 @@ def product(
 @lru_cache(maxsize=8192)
 def in_tiles(spec: GPUSpec, m: int, n: int, k: int, batch: int, precision: str, with_bias: bool = False, tiles=()):
     """(seconds, kernels) of the arithmetic alone. tiles: others than those of cuBLAS."""
-    reached, cores = spec.reached, tensor_cores(spec, precision)
+    reached, cores = spec.reached, precision in spec.tensor_cores
     rate = getattr(spec.flops, precision) * (reached.tensor if cores else reached.simt) / spec.multi_processor_count
     start = reached.kernel * _FITTED["start_on_cores" if cores else "start"]
     best = None

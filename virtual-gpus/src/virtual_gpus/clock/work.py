@@ -34,11 +34,14 @@ class Operand(NamedTuple):
 ELSEWHERE = "elsewhere"  # the kind of an operator that the feature puts on the clock whose recipe runs it
 
 
+BYTES = {"fp64": 8, "fp32": 4, "tf32": 4, "fp16": 2, "bf16": 2}  # of a number, by precision
+
+
 class Cost(NamedTuple):
     """seconds: of all its kernels on the GPU. kernels: how many the host starts. kind: "product", "convolution", ..."""
 
     seconds: float
-    kernels: int
+    kernels: float
     kind: str = "operator"
 
 

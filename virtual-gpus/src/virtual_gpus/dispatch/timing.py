@@ -16,7 +16,7 @@ import torch
 from virtual_gpus.clock.clock import COPY_IN, COPY_OUT
 from virtual_gpus.clock.cost import cost
 from virtual_gpus.clock.links import REACHED
-from virtual_gpus.clock.work import ELSEWHERE, Operand
+from virtual_gpus.clock.work import ELSEWHERE, Cost, Operand
 from virtual_gpus.dispatch.measured_calls import key_of
 from virtual_gpus.dispatch.op_call import OpCall
 from virtual_gpus.machine import VirtualGPU
@@ -60,8 +60,8 @@ def charge_op(call: OpCall, result: Any) -> None:
     if not seconds:
         clock.spend(host, gpu.slot)
         return
-    if this_thread.in_backward or (_grad_enabled() and any(map(_is_trained, tensors))):
-        host += clock.host.training  # autograd notes it down, which costs the host more
+    if this_thread.in_backward or (_grad_enabled() and any(map(_is_trained, tensors))):  # as in `launch`
+        host += clock.host.training
     _issue(gpu, op.base, tensors, seconds, host, further, call)
 
 
@@ -78,14 +78,30 @@ def _issue(gpu: VirtualGPU, name: str, tensors, seconds: float, host: float, fur
     clock.launch(gpu.slot, stream, seconds, host, name, further)
 
 
-def charge_kernel(gpu: VirtualGPU, name: str, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
-    """Work that the dispatch mode does not see, as the operator that CUDA would have run."""
+def charge_kernel(
+    gpu: VirtualGPU, name: str, inputs: list[torch.Tensor], outputs: list[torch.Tensor], trains: bool = False
+) -> None:
+    """Work that the dispatch mode does not see, as the operator that CUDA would have run. trains: see `launch`."""
     made = [tensor for tensor in outputs if not any(tensor is given for given in inputs)]  # some stand for a shape
-    launch(gpu, name, inputs, *times(gpu, name, operands(inputs), operands(outputs)), made)
+    launch(gpu, name, cost(name, operands(inputs), operands(outputs), gpu.spec), inputs, trains, made)
 
 
-def launch(gpu: VirtualGPU, name: str, reads, seconds: float, host: float, further: float, writes=()) -> None:
-    """Kernels that the dispatch mode does not see."""
+def launch(
+    gpu: VirtualGPU,
+    name: str,
+    charge: Cost,
+    reads: Sequence[torch.Tensor],
+    trains: bool = False,
+    writes: Sequence[torch.Tensor] = (),
+) -> None:
+    """Kernels that the dispatch mode does not see.
+
+    trains: autograd notes them down, which costs the host more. Of what is called by a function of autograd's in
+    Python, only the caller knows.
+    """
+    seconds, host, further = times(gpu, charge)
+    if trains or this_thread.in_backward or (_grad_enabled() and any(map(_is_trained, reads))):
+        host += gpu.machine.clock.host.training
     _issue(gpu, name, reads, seconds, host, further)
     gpu.machine.follower.kernel(name, reads, writes)
 
@@ -104,7 +120,9 @@ def charge_foreach(call: OpCall, columns: list[Sequence[torch.Tensor]], gpus: li
         kept = _kept.get(key)
         if kept is None:
             made = () if op.base.endswith("_") else rows[0]
-            kept = _kept[key] = times(gpu, op.base, operands(chain(*rows)), operands(made), first=len(rows[0]))
+            inputs = operands(chain(*rows))
+            charge = cost(op.base, inputs, operands(made), gpu.spec, first=len(rows[0]))
+            kept = _kept[key] = times(gpu, charge, len(inputs))
         _issue(gpu, op.base, chain(*rows), *kept, call if len(rows[0]) == len(gpus) else None)
 
 
@@ -137,7 +155,8 @@ def charge_copy(source, target, tensor, dtype: torch.dtype, blocking: bool, into
         await_tensors(source, [tensor])
     if source is target or (dtype != tensor.dtype and source is not None):
         shape = (tensor.numel(),)
-        cast = times(source, "_to_copy", (Operand(shape, tensor.dtype.itemsize),), (Operand(shape, itemsize),))
+        parts = (Operand(shape, tensor.dtype.itemsize),), (Operand(shape, itemsize),)
+        cast = times(source, cost("_to_copy", *parts, source.spec))
         source.machine.clock.launch(source.slot, source.stream, *cast[:2], "_to_copy", cast[2])
     if source is target or (source and target and source.machine is not target.machine):
         return
@@ -222,19 +241,17 @@ def _look_up(call: OpCall, name: str, result: Any) -> tuple[float, float, float]
     else:
         inputs = operands(tensors)
         outputs = inputs[:1] if op.written else operands(tensors_in(result))
-    precision = precision_of(op.tf32_setting, tensors)
-    return times(call.gpu, name, inputs, outputs, precision, in_place=bool(op.written))
+    charge = cost(name, inputs, outputs, call.gpu.spec, precision_of(op.tf32_setting, tensors))
+    return times(call.gpu, charge, in_place=bool(op.written))
 
 
-def times(gpu: VirtualGPU, name: str, inputs, outputs, precision: str = "fp32", first: int = 0, in_place: bool = False):
-    """Seconds on the GPU, on the host to issue the first kernel, and there to issue the others."""
-    charge, pace = cost(name, inputs, outputs, gpu.spec, precision, first), gpu.machine.clock.host
+def times(gpu: VirtualGPU, charge: Cost, tensors: int = 0, in_place: bool = False) -> tuple[float, float, float]:
+    """Seconds on the GPU, on the host to issue the first kernel, and there to issue the others. tensors: in lists."""
+    pace = gpu.machine.clock.host
     if not charge.kernels:
         return 0.0, 0.0 if charge.kind == ELSEWHERE else pace.view, 0.0
-    host = pace.in_place if in_place else pace.operator
-    host += {"product": pace.product, "convolution": pace.convolution}.get(charge.kind, 0.0)
-    if charge.kind == "list":
-        host += pace.tensor * len(inputs)
+    further = {"product": pace.product, "convolution": pace.convolution, "list": pace.tensor * tensors}
+    host = (pace.in_place if in_place else pace.operator) + further.get(charge.kind, 0.0)
     return charge.seconds, host, pace.kernel * (charge.kernels - 1)
 
 

@@ -11,7 +11,6 @@ import torch
 
 from virtual_gpus import figures
 from virtual_gpus.clock.cost import OperatorClass
-from virtual_gpus.clock.cost_matmul import tensor_cores
 from virtual_gpus.clock.work import ELSEWHERE, Cost
 from virtual_gpus.dispatch.measured_calls import key_of
 from virtual_gpus.dispatch.timing import launch, precision_of
@@ -30,9 +29,7 @@ def charge_attention(gpu: VirtualGPU, name: str, query, key, value, numbers: Num
         settings = {"is_causal": numbers.causal, "dropout_p": numbers.dropout}
         asked = key_of(name, (query, key, value), settings)
         charge = charge._replace(seconds=gpu.machine.measured.seconds(asked, charge.seconds))
-    pace = gpu.machine.clock.host
-    host, further = pace.operator + pace.product + pace.training, pace.kernel * (charge.kernels - 1)
-    launch(gpu, name, (query, key, value), charge.seconds, host, further)
+    launch(gpu, name, charge, (query, key, value))
 
 
 def _cost(query: torch.Tensor, key: torch.Tensor, numbers: Numbers, spec: GPUSpec, backward: bool) -> Cost:
@@ -42,7 +39,7 @@ def _cost(query: torch.Tensor, key: torch.Tensor, numbers: Numbers, spec: GPUSpe
     down, across = ceil(rows / tile), ceil(columns / tile)
     tiles = sum(min(across, row + 1) for row in range(down)) if numbers.causal else down * across
     flops = 4 * samples * heads * tiles * tile * tile * width * (_FITTED["backward"] if backward else 1)
-    cores = tensor_cores(spec, precision)
+    cores = precision in spec.tensor_cores
     share = _FITTED["share_on_cores" if cores else "share"]
     if cores and itemsize == 2 and list(spec.capability) in _FITTED["small_cores"]:
         share = _FITTED["share_of_products"] * reached.tensor
@@ -50,9 +47,9 @@ def _cost(query: torch.Tensor, key: torch.Tensor, numbers: Numbers, spec: GPUSpe
     read = samples * heads * (2 * rows + 2 * columns) * width * itemsize
     seconds = max(flops / (getattr(spec.flops, precision) * share), read / (spec.bandwidth * reached.memory))
     if not backward:
-        return Cost(seconds + _FITTED["floor"] * reached.kernel, 1)
+        return Cost(seconds + _FITTED["floor"] * reached.kernel, 1, "product")
     seconds += 2 * read / (spec.bandwidth * reached.memory)
-    return Cost(seconds + _FITTED["floor_backward"] * reached.kernel, 1 + _FITTED["other_kernels"])
+    return Cost(seconds + _FITTED["floor_backward"] * reached.kernel, 1 + _FITTED["other_kernels"], "product")
 
 
 COSTS = {

@@ -14,7 +14,7 @@ from math import prod
 
 from virtual_gpus import figures
 from virtual_gpus.clock.cost import OperatorClass
-from virtual_gpus.clock.cost_matmul import in_tiles, tensor_cores
+from virtual_gpus.clock.cost_matmul import in_tiles
 from virtual_gpus.clock.work import Cost, Operand, Operation
 
 _FIGURES = figures.read("operators.toml")
@@ -48,7 +48,7 @@ def _conv(
     operation: Operation, backward: bool, images: Operand, filters: Operand, result: Operand, gradients: int
 ) -> Cost:
     conv, spec = _FITTED["backward" if backward else "forward"], operation.spec
-    cores = tensor_cores(spec, operation.precision)
+    cores = operation.precision in spec.tensor_cores
     if cores and images.itemsize == 2 and len(filters.shape) > 2:
         return _in_two_bytes(operation, backward, images, filters, result, gradients)
     reached, window = spec.reached, prod(filters.shape[2:]) > 1

@@ -19,7 +19,6 @@ from functools import lru_cache
 import torch
 
 from virtual_gpus import errors
-from virtual_gpus.clock.cost_matmul import tensor_cores
 from virtual_gpus.dispatch.op_call import OpCall
 from virtual_gpus.dispatch.timing import precision_of
 from virtual_gpus.features.conv import workspaces as workspaces
@@ -71,7 +70,7 @@ def _shape(call: OpCall, x: torch.Tensor, weight: torch.Tensor, y: torch.Tensor,
     large, kernel, small = (y, weight, x) if call["transposed"] else (x, weight, y)
     row = (1,) if x.dim() == 3 else ()  # 1d: images of one row
     sizes = ((*row, *tensor.shape[2:]) for tensor in (large, kernel, small))
-    last, cores = layout is not torch.contiguous_format, tensor_cores(call.gpu.spec, precision_of("conv", [x]))
+    last, cores = layout is not torch.contiguous_format, precision_of("conv", [x]) in call.gpu.spec.tensor_cores
     return workspaces.Shape(*large.shape[:2], small.shape[1], call["groups"], *sizes, max(call["stride"]) > 1,
                             x.itemsize, last, cores, call.gpu.spec.multi_processor_count)  # fmt: skip
 

@@ -130,13 +130,13 @@ def can_device_access_peer(device, peer_device) -> bool:
 
 
 def is_bf16_supported(including_emulation: bool = True) -> bool:
-    """bfloat16 in hardware from Ampere (capability 8.0) on; before that PyTorch emulates it."""
-    return including_emulation or gpu_at().spec.capability >= (8, 0)
+    """Whether the GPU has bfloat16 in hardware. If not, PyTorch emulates it."""
+    return including_emulation or "bf16" in gpu_at().spec.tensor_cores
 
 
 def is_tf32_supported() -> bool:
-    """TF32 from Ampere on."""
-    return gpu_at().spec.capability >= (8, 0)
+    """Whether its tensor cores have TF32."""
+    return "tf32" in gpu_at().spec.tensor_cores
 
 
 def get_arch_list() -> list[str]:

@@ -136,9 +136,9 @@ class RMSNorm(torch.autograd.Function):
     """The fused kernel's memory: forward keeps one float per row, backward works in place of its results."""
 
     @staticmethod
-    def forward(ctx, input, weight, shape, eps):
+    def forward(ctx, input, weight, shape, eps, trains):
         """(..., *shape) -> the same; numbers as the CPU's composite operator gives them."""
-        result, kept = _rms_forward(input, weight, shape, eps)
+        result, kept = _rms_forward(input, weight, shape, eps, trains)
         ctx.save_for_backward(input, weight, kept)
         ctx.shape, ctx.eps = shape, eps
         return result
@@ -149,18 +149,18 @@ class RMSNorm(torch.autograd.Function):
         do (`infinitely_differentiable_native_rms_norm_backward`)."""
         (input, weight, _), gradient = ctx.saved_tensors, arrived(gradient)
         if not torch.is_grad_enabled():
-            return *_rms_backward(input, weight, ctx.shape, ctx.eps, gradient), None, None
+            return *_rms_backward(input, weight, ctx.shape, ctx.eps, gradient), None, None, None
         needed = [tensor for tensor, asked in zip((input, weight), ctx.needs_input_grad, strict=False) if asked]
         result = _raw_rms_norm(input, ctx.shape, weight, ctx.eps)
         found = iter(torch.autograd.grad(result, needed, gradient, create_graph=True))
-        return *(next(found) if asked else None for asked in ctx.needs_input_grad[:2]), None, None
+        return *(next(found) if asked else None for asked in ctx.needs_input_grad[:2]), None, None, None
 
 
-def _rms_forward(input, weight, shape, eps):
+def _rms_forward(input, weight, shape, eps, trains):
     gpu = gpu_of(input)
     result, kept = _below(gpu, _normalized, input, weight, shape, eps)
     place_all(result, gpu)
-    charge_kernel(gpu, "native_layer_norm", [input], [result])
+    charge_kernel(gpu, "native_layer_norm", [input], [result], trains)
     place_all(kept, gpu)
     return result, kept
 
@@ -205,7 +205,12 @@ def rms_norm(input: torch.Tensor, normalized_shape: list[int], weight=None, eps=
         return _raw_rms_norm(input, normalized_shape, weight, eps)
     if is_wrapper(type(input)) and (is_dtensor(input) or is_dtensor(weight)):
         return _rms_norm_on_each_rank(input, tuple(normalized_shape), weight, eps)
-    return RMSNorm.apply(arrived(input), weight, tuple(normalized_shape), eps)
+    return _on_one_gpu(input, weight, tuple(normalized_shape), eps)
+
+
+def _on_one_gpu(input, weight, shape, eps):
+    trains = torch.is_grad_enabled() and any(part is not None and part.requires_grad for part in (input, weight))
+    return RMSNorm.apply(arrived(input), weight, shape, eps, trains)
 
 
 def _rms_norm_on_each_rank(input, shape, weight, eps):
@@ -225,7 +230,7 @@ def _rms_norm_on_each_rank(input, shape, weight, eps):
     if weight is not None:
         sums = [Partial() if each.is_shard() else each for each in input.placements]
         weight = weight.to_local(grad_placements=sums)
-    made = RMSNorm.apply(arrived(input.to_local()), weight, shape, eps)
+    made = _on_one_gpu(input.to_local(), weight, shape, eps)
     sizes = {"shape": input.shape, "stride": torch.empty(input.shape, device="meta").stride()}
     return DTensor.from_local(made, input.device_mesh, input.placements, run_check=False, **sizes)
 

@@ -117,7 +117,7 @@ def _forward(call: RecurrentCall, input, hx, cx, params, with_graph: bool):
                 reserve.untyped_storage()._graph = graph
     for result, allocation in zip(results, allocations, strict=True):
         put(result, allocation)
-    charge_recurrent(gpu, net, (input, hx), backward=False)
+    charge_recurrent(gpu, net, (input, hx), with_graph, backward=False)
     return tuple(results), reserve, buffer
 
 
@@ -178,7 +178,7 @@ def _backward(call: RecurrentCall, leaves, reserve, gradients, wanted):
         if any(wanted[3:]):
             weights.fill(flat, parts, made[3:])
     if on:
-        charge_recurrent(call.gpu, call.net, [g for g in gradients if g is not None], backward=True)
+        charge_recurrent(call.gpu, call.net, [g for g in gradients if g is not None], True, backward=True)
     first = []
     for gradient, allocation in zip(call.laid_out(*made[:3]), allocations, strict=True):
         if gradient is not None and allocation is not None:
