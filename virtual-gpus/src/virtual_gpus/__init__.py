@@ -108,9 +108,9 @@ What is not modelled, and what differs:
 - A thread that was running before the GPUs were switched on sees them from the first time it names a GPU. Threads of a
   ThreadPoolExecutor or an event loop see them for each call. If the GPUs are stopped in a different thread from the one
   that started them, an idle dispatch mode stays active in the starting thread until it starts and stops GPUs again.
-- `torch.use_deterministic_algorithms(True)` refuses the operators that CUDA refuses, as far as
-  `refusals` and `losses` in `virtual_gpus.features.recipes` list them. Their results here are the same in every run,
-  with and without it.
+- `torch.use_deterministic_algorithms(True)` refuses the operators that CUDA refuses, as far as the
+  modules in `virtual_gpus.features.recipes` name them in `CHECKS`. Their results here are the same in every run, with
+  and without it.
 - The inference fast path of `nn.MultiheadAttention` and `nn.TransformerEncoder` is off: layers run operator by operator
   in evaluation too, and padded samples stay padded.
 - When virtual GPUs are switched off, their tensors become ordinary CPU tensors, or meta tensors with `shapes_only`. If

@@ -13,13 +13,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from math import ceil, prod
+from operator import attrgetter
 from typing import NamedTuple
 
 from virtual_gpus import figures
 from virtual_gpus.clock.work import Cost, Operand, Operation
 
-_FIGURES = figures.read("operators.toml")
-FITTED = _FIGURES["formulas"]  # the constants of formulas, also of those that features have
+FITTED = figures.read("operators.toml")["formulas"]  # their constants, also of those that features have
 
 
 class OperatorClass(NamedTuple):
@@ -77,17 +77,19 @@ def _lists(operation: Operation) -> Cost:
     return Cost(kernels * operation.kernel + operation.reading(bytes_of((*inputs, *written)), share), kernels, "list")
 
 
-def moves(row: str, nbytes: Callable[[Operation], float], is_fusible: bool = True) -> OperatorClass:
+all_bytes: Callable[[Operation], float] = attrgetter("nbytes")  # of arguments and results
+
+
+def moves(row: str, nbytes: Callable[[Operation], float] = all_bytes, is_fusible: bool = True) -> OperatorClass:
     """Operators that only move bytes. row: among the fitted figures."""
     return OperatorClass(_moving(nbytes, **FITTED[row]), is_fusible)
 
 
-_READS_AND_WRITES = OperatorClass(_moving(lambda operation: operation.nbytes, 1))
+_READS_AND_WRITES = OperatorClass(_moving(all_bytes, 1))
 _LISTS = OperatorClass(_lists, is_fusible=False)
 _FREE = OperatorClass(_moving(lambda operation: 0, 0, 0), is_fusible=False)
 
 CLASSES = {  # features add theirs
-    **{op: OperatorClass(_moving(lambda operation: operation.nbytes, **row)) for op, row in _FIGURES["rows"].items()},
     **dict.fromkeys(("zero_", "fill_", "zeros", "ones", "full", "zeros_like", "ones_like", "full_like", "new_zeros",
                 "new_ones", "new_full", "arange", "bernoulli_", "normal_", "uniform_", "random_", "randn", "rand",
                 "randint"), moves("fill", lambda operation: bytes_of(operation.outputs or operation.inputs[:1]))),

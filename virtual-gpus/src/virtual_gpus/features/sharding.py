@@ -79,7 +79,6 @@ RECIPES = {"split_with_sizes_copy": split_with_sizes_copy,
 # result, which is copied into the tensor that is to be gathered, the second.
 COSTS = {
     "split_with_sizes_copy": moves("split", lambda operation: 2 * operation.inputs[0].nbytes, is_fusible=False),
-    **dict.fromkeys(("chunk_cat", "chunk_cat_mixed_dtype"),
-                    moves("chunked", lambda operation: operation.nbytes, is_fusible=False)),
+    **dict.fromkeys(("chunk_cat", "chunk_cat_mixed_dtype"), moves("chunked", is_fusible=False)),
     "all_gather_copy_in": moves("copied_in", lambda operation: 2 * operation.outputs[0].nbytes, is_fusible=False),
 }  # fmt: skip

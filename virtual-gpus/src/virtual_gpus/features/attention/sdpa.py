@@ -12,6 +12,7 @@ import math
 import torch
 from torch.overrides import handle_torch_function, has_torch_function
 
+from virtual_gpus.clock.cost import moves
 from virtual_gpus.dispatch.copies import is_transformed
 from virtual_gpus.dispatch.op_call import OpCall
 from virtual_gpus.entrance import entrance
@@ -159,6 +160,7 @@ def get_fastpath_enabled() -> bool:
 
 
 RECIPES = {"_safe_softmax": safe_softmax}
+COSTS = {"_safe_softmax": moves("safe_softmax")}
 
 
 def patches() -> list[tuple]:

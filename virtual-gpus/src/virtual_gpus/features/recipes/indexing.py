@@ -1,7 +1,8 @@
-"""Gradients of look-ups on CUDA: indices are sorted, rows added up in two passes, all with temporaries.
+"""Indexing, scatters and embeddings, which look rows up: memory, time, and what is refused or waited for.
 
-Embedding: aten/src/ATen/native/cuda/Embedding.cu and EmbeddingBackwardKernel.cu. Up to 3,072 indices take one kernel
-without temporaries. The sizes give the H200's figures to the byte.
+In gradients indices are sorted, rows added up in two passes, all with temporaries. Embedding (Embedding.cu and
+EmbeddingBackwardKernel.cu in aten/src/ATen/native/cuda): up to 3,072 indices take one kernel without temporaries. The
+sizes give the H200's figures to the byte.
 """
 
 from __future__ import annotations
@@ -16,12 +17,14 @@ from virtual_gpus.clock.work import Cost, Operation
 from virtual_gpus.dispatch.op_call import OpCall
 from virtual_gpus.dispatch.timing import charge_copy, charge_read
 from virtual_gpus.dispatch.valueless import is_mask
-from virtual_gpus.features.recipes.packed_inputs import packed_copies
+from virtual_gpus.features.recipes.packed_inputs import packed, packed_copies
+from virtual_gpus.features.recipes.refusals import not_deterministic
 from virtual_gpus.placement.storages import gpu_of, nbytes
 from virtual_gpus.threads import this_thread
 
 _INDICES_WALKED = 3072  # by one block of threads; more are sorted
 _ROWS_PER_THREAD = 10
+_MAX = 2  # as C++ counts EmbeddingBag's modes
 
 
 def embedding_backward(call: OpCall) -> torch.Tensor:
@@ -117,9 +120,27 @@ def mask_elsewhere(call: OpCall, name: str, common: torch.device, device: torch.
     )
 
 
-RECIPES = {"embedding_dense_backward": embedding_backward, "index_put": index_put, "_index_put_impl_": index_put}
+def _multiplies(call: OpCall) -> bool:
+    """`scatter(..., src, reduce="multiply")`: sums are deterministic, and so is a number in the place of src."""
+    return call.func._schema.overload_name == "reduce" and call["reduce"] == "multiply"
+
+
+RECIPES = {"embedding": packed("indices"), "embedding_dense_backward": embedding_backward,
+           "index_put": index_put, "_index_put_impl_": index_put}  # fmt: skip
 CHECKS = dict.fromkeys(("index", "_unsafe_index"), send_indices)
 CHECKS |= dict.fromkeys(("index_put", "index_put_", "_index_put_impl_", "_unsafe_index_put"), send_and_count)
+CHECKS |= dict.fromkeys(
+    ("_embedding_bag_backward", "_embedding_bag_dense_backward"),
+    not_deterministic("embedding_bag_backward_cuda_max", lambda call: call["mode"] == _MAX),
+)
+CHECKS |= dict.fromkeys(("index_reduce", "index_reduce_"), not_deterministic("index_reduce_cuda"))
+# The CPU's kernel refuses the other calls of `put_` itself.
+CHECKS |= dict.fromkeys(("put", "put_"), not_deterministic("put_", lambda call: call["accumulate"]))
+CHECKS |= dict.fromkeys(("scatter", "scatter_"), not_deterministic("scatter_reduce_cuda_kernel", _multiplies))
+CHECKS |= dict.fromkeys(
+    ("scatter_reduce", "scatter_reduce_"),
+    not_deterministic("scatter_reduce_cuda_prod_", lambda call: call["reduce"] == "prod"),
+)
 _BY_TENSORS = ("index", "_unsafe_index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index_put")
 ON_THE_HOST = dict.fromkeys(_BY_TENSORS, {"indices"})
 ON_THE_HOST["index_fill_"] = {"index"}  # x[i] = 5 ends here if x is on the CPU for C++; on CUDA it is index_put_

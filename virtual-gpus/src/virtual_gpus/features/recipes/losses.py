@@ -7,13 +7,13 @@ all of it alive. Their meta kernels make a small one, so with shapes only the si
 from __future__ import annotations
 
 import torch
-from torch._prims_common import alert_not_deterministic
 
 from virtual_gpus.clock.cost import FITTED, OperatorClass, bytes_of
 from virtual_gpus.clock.work import Cost, Operation
 from virtual_gpus.dispatch.op_call import OpCall
-from virtual_gpus.features.recipes.packed_inputs import channels_first_copy, run_packed
+from virtual_gpus.features.recipes.packed_inputs import channels_first_copy, packed, run_packed
 from virtual_gpus.features.recipes.reductions import take_buffers
+from virtual_gpus.features.recipes.refusals import not_deterministic
 from virtual_gpus.placement.storages import StorageAllocation, nbytes, put
 
 _NO_REDUCTION = 0  # at::Reduction::None
@@ -25,12 +25,6 @@ def nll_loss_of_images(call: OpCall) -> torch.Tensor | tuple[torch.Tensor, ...]:
         return call.run()
     inputs = ("self", "target") if call.op.base.endswith("forward") else ("target",)
     return run_packed(call, inputs, channels_first_copy)
-
-
-def refuse_sum_of_pixels(call: OpCall) -> None:
-    """CUDA has no deterministic algorithm for it."""
-    if call["reduction"] != _NO_REDUCTION:
-        alert_not_deterministic("nll_loss2d_forward_out_cuda_template")
 
 
 def _nll_cost(operation: Operation) -> Cost:
@@ -86,7 +80,7 @@ def with_logits(call: OpCall) -> torch.Tensor:
 _NLL = ("nll_loss_forward", "nll_loss_backward")
 _NLL_OF_IMAGES = ("nll_loss2d_forward", "nll_loss2d_backward")
 RECIPES = {
-    **dict.fromkeys(_NLL, lambda call: run_packed(call, ("target",))),
+    **dict.fromkeys(_NLL, packed("target")),
     **dict.fromkeys(_NLL_OF_IMAGES, nll_loss_of_images),
     **dict.fromkeys(("mse_loss", "smooth_l1_loss"), reduced_in_place),
     "huber_loss": reduced,
@@ -95,7 +89,9 @@ RECIPES = {
 }
 COSTS = dict.fromkeys(_NLL + _NLL_OF_IMAGES, OperatorClass(_nll_cost))
 CHECKS = {
-    "nll_loss2d_forward": refuse_sum_of_pixels,
-    "_ctc_loss_backward": lambda call: alert_not_deterministic("ctc_loss_backward_gpu"),
+    "nll_loss2d_forward": not_deterministic(
+        "nll_loss2d_forward_out_cuda_template", lambda call: call["reduction"] != _NO_REDUCTION
+    ),
+    "_ctc_loss_backward": not_deterministic("ctc_loss_backward_gpu"),
 }
 ON_THE_HOST = {"_ctc_loss": {"input_lengths", "target_lengths"}}

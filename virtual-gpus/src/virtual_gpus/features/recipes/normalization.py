@@ -13,7 +13,7 @@ from math import prod
 
 import torch
 
-from virtual_gpus.clock.cost import FITTED, OperatorClass
+from virtual_gpus.clock.cost import FITTED, OperatorClass, moves
 from virtual_gpus.clock.work import Cost, Operation
 from virtual_gpus.dispatch import known
 from virtual_gpus.dispatch.op_call import OpCall
@@ -279,9 +279,12 @@ def _group_norm_cost(operation: Operation) -> Cost:
 
 
 COSTS = {
+    "native_layer_norm": moves("layer_norm"),
+    "native_layer_norm_backward": moves("layer_norm_backward"),
+    "native_group_norm": OperatorClass(_group_norm_cost),
+    "native_group_norm_backward": moves("group_norm_backward"),
     # Without training, it reads and writes once, as `sync_batch_norm` has it.
     "native_batch_norm": OperatorClass(
         _batch_norm_cost, depends_on_strides=True, unless=("training", "batch_norm_elemt")),
     "native_batch_norm_backward": OperatorClass(_batch_norm_cost, depends_on_strides=True),
-    "native_group_norm": OperatorClass(_group_norm_cost),
 }  # fmt: skip

@@ -1,4 +1,4 @@
-"""Operators whose CUDA kernels want packed inputs: others are copied first, and the copy lives as long as the kernel.
+"""CUDA kernels that want packed inputs: others are copied first, and the copy lives as long as the kernel.
 
 The CPU's kernels copy as well, but not always the same inputs, and on no GPU. Most often it is a gradient that was
 expanded from one number, as after `loss.sum()`. Sources: the `contiguous` and `expect_contiguous` calls of
@@ -8,46 +8,13 @@ aten/src/ATen/native/cudnn/BatchNorm.cpp.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
 
-from virtual_gpus.clock.cost import FITTED, OperatorClass
-from virtual_gpus.clock.work import Cost, Operation
 from virtual_gpus.dispatch.op_call import OpCall
 from virtual_gpus.placement.storages import CHANNELS_LAST, nbytes
-
-# Operator -> inputs that must be packed with the channels first, in the order of their copies.
-_CHANNELS_FIRST = {
-    "_softmax": ("self",),
-    "_log_softmax": ("self",),
-    "_softmax_backward_data": ("grad_output", "output"),
-    "_log_softmax_backward_data": ("grad_output", "output"),
-}
-# Operator -> inputs that must be packed in either order of channels.
-_PACKED = {
-    "embedding": ("indices",),
-    "max_pool2d_with_indices": ("self",),
-    "max_pool2d_with_indices_backward": ("grad_output", "self"),
-    "max_pool3d_with_indices": ("self",),
-    "max_pool3d_with_indices_backward": ("grad_output", "self"),
-    "avg_pool2d": ("self",),
-    "avg_pool2d_backward": ("self", "grad_output"),
-    "avg_pool3d": ("self",),
-    "avg_pool3d_backward": ("self", "grad_output"),
-    "_adaptive_avg_pool2d_backward": ("grad_output",),
-    "_adaptive_avg_pool3d_backward": ("grad_output",),
-    "adaptive_max_pool2d_backward": ("grad_output",),
-    "reflection_pad2d_backward": ("grad_output",),
-    "replication_pad2d_backward": ("grad_output",),
-    "upsample_nearest1d_backward": ("grad_output",),
-    "upsample_nearest2d": ("self",),
-    "upsample_nearest2d_backward": ("grad_output",),
-    "upsample_nearest3d_backward": ("grad_output",),
-    "upsample_bilinear2d_backward": ("grad_output",),
-    "upsample_trilinear3d_backward": ("grad_output",),
-    "upsample_bicubic2d_backward": ("grad_output",),
-}
 
 
 def packed_copy(tensor: torch.Tensor | None) -> int:
@@ -76,16 +43,6 @@ def run_packed(call: OpCall, names: tuple[str, ...], copy_of=packed_copy) -> tor
         return result
 
 
-RECIPES = {
-    **{op: partial(run_packed, names=inputs) for op, inputs in _PACKED.items()},
-    **{op: partial(run_packed, names=inputs, copy_of=channels_first_copy) for op, inputs in _CHANNELS_FIRST.items()},
-}
-
-
-def _pool_backward(operation: Operation) -> Cost:
-    fitted = FITTED["pool_backward"]
-    share = fitted["share_channels_last" if operation.inputs[1].channels_last else "share"]
-    return Cost(fitted["floor"] * operation.kernel + operation.reading(operation.nbytes, share), 1)
-
-
-COSTS = {"max_pool2d_with_indices_backward": OperatorClass(_pool_backward, depends_on_strides=True)}
+def packed(*names: str, copy_of=packed_copy) -> Callable[[OpCall], torch.Tensor | tuple[torch.Tensor, ...]]:
+    """The recipe of a kernel that wants these inputs packed. names: in the order of their copies."""
+    return partial(run_packed, names=names, copy_of=copy_of)

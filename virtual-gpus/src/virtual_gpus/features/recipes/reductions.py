@@ -1,4 +1,4 @@
-"""Reductions over many elements: partial results in GPU memory, see `memory_model.reduction_scratch`."""
+"""Reductions over many elements, counts and sorts: partial results in GPU memory (`memory_model.reduction_scratch`)."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from math import prod
 
 import torch
 
-from virtual_gpus.clock.cost import FITTED, OperatorClass
+from virtual_gpus.clock.cost import FITTED, OperatorClass, moves
 from virtual_gpus.clock.work import Cost, Operation
 from virtual_gpus.dispatch.op_call import OpCall
+from virtual_gpus.features.recipes.refusals import not_deterministic
 from virtual_gpus.memory_model import reduction_scratch
 from virtual_gpus.threads import below
 
@@ -50,13 +51,6 @@ def histc(call: OpCall) -> torch.Tensor:
         return call.place(torch.histc(x.double(), call["bins"], call["min"], call["max"]).to(x.dtype))
 
 
-RECIPES = {
-    "histc": histc,
-    **dict.fromkeys(("sum", "mean", "nansum", "prod", "amax", "amin", "linalg_vector_norm", "norm"), reduction),
-    **dict.fromkeys(("argmax", "argmin", "var", "std", "var_mean", "std_mean"), lambda call: reduction(call, 16)),
-}
-
-
 def _reduction_cost(operation: Operation) -> Cost:
     """Few results of many numbers: threads leave partial sums, and the last block adds them up."""
     inputs, results = (sum(prod(p.shape) for p in parts) for parts in (operation.inputs, operation.outputs))
@@ -66,6 +60,20 @@ def _reduction_cost(operation: Operation) -> Cost:
     return Cost(floor + operation.reading(operation.nbytes, fitted["share"]), 2 if far else 1)
 
 
-_REDUCED = ("sum", "mean", "prod", "amax", "amin", "nansum", "linalg_vector_norm", "norm", "argmax", "argmin", "max",
-            "min", "var", "std", "var_mean", "std_mean", "all", "any")  # fmt: skip
-COSTS = dict.fromkeys(_REDUCED, OperatorClass(_reduction_cost))
+_NUMBERS = ("sum", "mean", "nansum", "prod", "amax", "amin", "linalg_vector_norm", "norm")
+_PAIRS = ("argmax", "argmin", "var", "std", "var_mean", "std_mean")
+RECIPES = {
+    **dict.fromkeys(_NUMBERS, reduction),
+    **dict.fromkeys(_PAIRS, lambda call: reduction(call, 16)),
+    "histc": histc,
+}
+COSTS = {
+    **dict.fromkeys((*_NUMBERS, *_PAIRS, "max", "min", "all", "any"), OperatorClass(_reduction_cost)),
+    **dict.fromkeys(("sort", "argsort", "topk", "_unique2", "cumsum", "randperm"), moves("sort")),
+}
+_MEDIAN = not_deterministic("median CUDA with indices output", lambda call: len(call.func._schema.returns) == 2)
+CHECKS = {
+    "bincount": not_deterministic("_bincount_cuda", lambda call: call["weights"] is not None),
+    "histc": not_deterministic("_histc_cuda with floating point input", lambda call: call["self"].is_floating_point()),
+    **dict.fromkeys(("median", "nanmedian"), _MEDIAN),
+}
