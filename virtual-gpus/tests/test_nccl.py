@@ -9,6 +9,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 from virtual_gpus import virtual_gpus
+from virtual_gpus.operators import operator
 
 
 def shapes(rank):
@@ -219,3 +220,10 @@ def test_a_group_of_a_python_class_works_and_what_it_inherits_has_no_backend():
                     group.broadcast([tensor], dist.BroadcastOptions())
     finally:
         torch._C._distributed_c10d._unregister_process_group("own")
+
+
+def test_collectives_are_known_by_their_namespace_and_not_by_an_underscore():
+    ops = [torch.ops.c10d.allgather_, torch.ops.c10d._allgather_base_, torch.ops._c10d_functional.all_reduce]
+    found = [operator(op.default) for op in ops]
+    assert [(op.kind, op.is_collective, op.crosses) for op in found] == [("collective", True, False)] * 3
+    assert not operator(torch.ops.aten._foreach_add.List).is_collective

@@ -48,7 +48,7 @@ def columns_of(call: OpCall) -> tuple[list[Sequence[torch.Tensor]], list[Virtual
     first = next(iter(columns), [])
     if call.on_one_gpu:
         return columns, [call.gpu] * len(first)
-    if call.op.base.startswith("_") and not call.op.crosses:  # most collectives have no underscore, and their own rules
+    if not call.op.is_collective and not call.op.crosses:  # collectives have rules of their own
         _refuse_mixtures(columns)
     return columns, list(map(gpu_of, first))
 
