@@ -14,6 +14,7 @@ have these names, which are all that the package knows of it:
     ASKS_FIRST       by base name: given an operator's arguments before they have another holder, `OpCall.answer`
     ROUTES           by kind of operator (`operators.Operator.kind`): what is done with one
     LASTING          files of PyTorch whose calls into C++ make tensors once and fill them later
+    ALLOCATES        the kind of the GPU memory that the module itself asks for (`timeline.peak`)
     prepare()        called before the patches go in, when the first virtual GPUs go on
     forget()         called before the patches are taken out, when the last ones go off
     start(machine)   called before the GPUs of a machine go on
@@ -41,6 +42,7 @@ from virtual_gpus.dispatch import routes
 from virtual_gpus.machine import VirtualMachine
 from virtual_gpus.patches import captured, table
 from virtual_gpus.placement import creation_sites
+from virtual_gpus.timeline import peak
 
 MODULES: list[ModuleType] = [
     importlib.import_module(found.name) for found in pkgutil.walk_packages(__path__, f"{__name__}.")
@@ -66,6 +68,9 @@ for _name in ("RECIPES", "CHECKS", "CPU_KERNELS", "ON_THE_HOST", "MIXTURES", "AS
 cost.CLASSES.update(_merged("COSTS"))
 operators.ROUTES.update(routes.ROUTES | _merged("ROUTES"))
 creation_sites.LASTING.update(*_offered("LASTING"))
+peak.ALLOCATORS += [
+    (f"{m.__name__.replace('.', '/')}.py", None, m.ALLOCATES) for m in MODULES if hasattr(m, "ALLOCATES")
+]
 
 
 def patches() -> list[table.Patch]:

@@ -1,8 +1,8 @@
 """What fills a GPU, by kind, now or at its peak: the one classifier of the engine, and of tools on PyTorch's history.
 
 A block that contains a parameter, its gradient or an optimizer's state is of that kind (`owned` lists these tensors).
-For all other blocks it counts which function of PyTorch asked for them: the innermost one of `_KINDS` on the stack of
-the allocation (`kind_of`). A snapshot of `torch.cuda.memory` has these stacks on real GPUs too. `PeakLog` replays
+For all other blocks it counts which function of PyTorch asked for them: the innermost one of `ALLOCATORS` on the stack
+of the allocation (`kind_of`). A snapshot of `torch.cuda.memory` has these stacks on real GPUs too. `PeakLog` replays
 allocations and frees, wherever they come from. `AllocatorLog` takes them from a virtual GPU.
 """
 
@@ -26,15 +26,14 @@ ACTIVATIONS, GATHERED, BUFFERS = "activations", "gathered layers", "communicatio
 UPDATES, WORKSPACES, OTHER = "optimizer step", "workspaces", "other"  # what a step computes in between; of libraries
 KINDS = (PARAMETERS, GRADIENTS, STATE, ACTIVATIONS, GATHERED, BUFFERS, UPDATES, WORKSPACES, OTHER)
 
-# (end of a file's name, functions or None for all of them, kind), the first that fits.
-_KINDS = (
+# (end of a file's name, functions or None for all of them, kind), the first that fits. Features add theirs.
+ALLOCATORS: list[tuple[str, tuple[str, ...] | None, str]] = [
     ("fsdp/_fully_shard/_fsdp_collectives.py", ("foreach_reduce",), BUFFERS),
     ("fsdp/_fully_shard/_fsdp_collectives.py", None, GATHERED),
     ("fsdp/_fully_shard/_fsdp_param.py", ("_init_sharded_param", "reset_sharded_param"), PARAMETERS),
     ("fsdp/_fully_shard/_fsdp_param.py", None, GATHERED),
     ("fsdp/_flat_param.py", None, GATHERED),
     ("fsdp/_runtime_utils.py", None, BUFFERS),
-    ("virtual_gpus/features/distributed/reducer.py", None, BUFFERS),
     ("nn/parallel/distributed.py", ("__init__", "_sync_module_states"), BUFFERS),
     ("torch/nn/parallel/replicate.py", None, PARAMETERS),
     ("torch/nn/parallel/scatter_gather.py", ("scatter_map",), OTHER),  # inputs, which one GPU would get from outside
@@ -45,7 +44,7 @@ _KINDS = (
     ("torch/nn/functional.py", None, ACTIVATIONS),
     ("torch/autograd/graph.py", ("_engine_run_backward",), ACTIVATIONS),
     ("torch/optim/optimizer.py", ("profile_hook_step", "wrapper"), UPDATES),
-)
+]
 
 _NUMBER = re.compile(r"\.\d+(?=\.|$)")
 _CALLS_MODULE = torch.nn.Module._call_impl.__code__
@@ -56,7 +55,7 @@ _RUNS_BACKWARD = torch.autograd.graph._engine_run_backward.__code__
 def _kind_of_function(file: str, function: str) -> str | None:
     """The kind of what a function allocates; None if that says nothing, and its caller is to be asked."""
     name = file.replace("\\", "/")
-    for end, functions, kind in _KINDS:
+    for end, functions, kind in ALLOCATORS:
         if name.endswith(end) and (functions is None or function in functions):
             return kind
     return PARAMETERS if "/torch/nn/modules/" in name and function == "__init__" else None

@@ -16,10 +16,12 @@ from virtual_gpus.features.distributed.groups import require_backend
 from virtual_gpus.machine import VirtualGPU
 from virtual_gpus.placement.creation_sites import forget_creation_site
 from virtual_gpus.placement.storages import gpu_of, has_values, place
+from virtual_gpus.timeline.peak import BUFFERS
 
 _raw_broadcast_coalesced = getattr(torch.distributed, "_broadcast_coalesced", None)  # of builds with distributed
 _raw_verify = getattr(torch.distributed, "_verify_params_across_processes", None)
 LASTING = {torch.nn.parallel.distributed.__file__}  # the reducer's buckets
+ALLOCATES = BUFFERS
 
 
 class _Buckets(TorchDispatchMode):
