@@ -228,6 +228,11 @@ def _thread_block(dim0: int, dim1: int, limit: int) -> tuple[int, int]:
     return min(width0, limit // height), height
 
 
+def rounded_up(n: int, multiple: int) -> int:
+    """`n` rounded up to a multiple."""
+    return -(-n // multiple) * multiple
+
+
 def power_of_2(n: int) -> int:
     """The largest power of 2 that is at most `n`; 1 if there is none."""
     return 1 << max(n.bit_length() - 1, 0)

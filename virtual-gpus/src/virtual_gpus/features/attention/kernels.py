@@ -16,15 +16,11 @@ import torch
 
 from virtual_gpus import figures
 from virtual_gpus.features.attention.choice import HALF, must_be_deterministic
+from virtual_gpus.memory_model import rounded_up
 from virtual_gpus.placement.storages import StorageAllocation, scratch
 
 FLOAT = 4
 _CUDNN_OWN: int = figures.read("cudnn.toml")["attention"]["own"]
-
-
-def up(n: int, multiple: int) -> int:
-    """`n` rounded up to a multiple."""
-    return -(-n // multiple) * multiple
 
 
 class Kernel:
@@ -117,7 +113,7 @@ class Flash(Kernel):
     def backward(self, gradient, out) -> list[StorageAllocation]:
         """Blocks of the gradients of query, key and value."""
         copies = [self.out for tensor in (gradient, out) if not tensor.transpose(1, 2).is_contiguous()]
-        rows, keys = self.n * self.heads * up(self.rows, 128) * FLOAT, self.n * self.heads * self.columns
+        rows, keys = self.n * self.heads * rounded_up(self.rows, 128) * FLOAT, self.n * self.heads * self.columns
         grouped = []  # before heads that share them are added up
         if self.heads != self.kv_heads:
             grouped = [keys * self.width * self.bytes] * 2
@@ -127,7 +123,7 @@ class Flash(Kernel):
                 return gradients
 
     def _rounded_width(self) -> int:
-        return up(self.width, 32 if self.width <= 128 else 64)
+        return rounded_up(self.width, 32 if self.width <= 128 else 64)
 
     def _copies(self) -> int:
         """Sums of query's gradient: one, or one per group of thread blocks when the order of adding must be fixed."""
@@ -161,7 +157,7 @@ class Efficient(Kernel):
 
     def __init__(self, *call):
         super().__init__(*call)
-        self.lse = (self.n, self.heads, up(self.rows, 32))
+        self.lse = (self.n, self.heads, rounded_up(self.rows, 32))
 
     def strides(self, like: torch.Tensor, shape) -> tuple[int, ...]:
         """Of the output or a gradient of `shape`: packed as (N, rows, heads, width)."""
@@ -191,7 +187,7 @@ class Efficient(Kernel):
                 gradients = [self.allocate(nbytes) for nbytes in (query, key, value)]
             bias = []
             if self.bias:
-                bias = [self.allocate(self.per_row * up(self.columns, 16) * self.bytes)]
+                bias = [self.allocate(self.per_row * rounded_up(self.columns, 16) * self.bytes)]
             kernel = _BackwardKernel(self)
             # The sum over each row of gradient times output: by the kernel, or by operators with temporaries.
             rows, sums = self.per_row * FLOAT, []
@@ -226,12 +222,12 @@ class _BackwardKernel:
         """Bytes: sums of query's gradient and, where registers cannot hold them, of key's and value's."""
         sizes, numbers = self.sizes, 0
         if self.sums_keys:
-            widths = up(sizes.width, self.rows) + up(sizes.value_width, self.rows)
+            widths = rounded_up(sizes.width, self.rows) + rounded_up(sizes.value_width, self.rows)
             numbers += self._splits() * self.columns * widths
         if self.splits_keys or sizes.half:
             blocks = -(-sizes.rows // self.rows) * -(-sizes.width // self.columns)
             numbers += blocks * (4 + self.rows * self.columns)  # a lock and a counter each
-        return sizes.n * sizes.heads * up(numbers, 4) * FLOAT
+        return sizes.n * sizes.heads * rounded_up(numbers, 4) * FLOAT
 
     def _splits(self) -> int:
         """In how many parts the keys are worked on at the same time."""

@@ -16,6 +16,7 @@ from virtual_gpus import figures
 from virtual_gpus.clock.cost import OperatorClass
 from virtual_gpus.clock.cost_matmul import in_tiles
 from virtual_gpus.clock.work import Cost, Operand, Operation
+from virtual_gpus.memory_model import rounded_up
 
 _FIGURES = figures.read("operators.toml")
 _FITTED, _SUM = _FIGURES["convolutions"], _FIGURES["formulas"]["reduction"]
@@ -83,17 +84,13 @@ def _in_tiles(images: Operand, filters: Operand, result: Operand, backward: bool
     """Operations of whole tiles: columns of channels that are not full cost as much as full ones."""
     taps, pixels = prod(filters.shape[2:]), prod(result.shape) / result.shape[1]
     out, into = filters.shape[0], filters.shape[1]
-    rounded_out = _rounded_up(out, _FITTED["columns"])
+    rounded_out = rounded_up(out, _FITTED["columns"])
     if not backward:
         return 2 * pixels * taps * into * rounded_out
     wide, narrow = _FITTED["wide"], _FITTED["narrow"]
-    columns = taps * _rounded_up(into, wide) if into >= narrow else _rounded_up(taps * into, narrow)
+    columns = taps * rounded_up(into, wide) if into >= narrow else rounded_up(taps * into, narrow)
     flops = 2 * pixels * rounded_out * columns
-    return flops + (2 * pixels * taps * out * _rounded_up(into, _FITTED["columns"]) if gradients > 1 else 0)
-
-
-def _rounded_up(number: int, unit: int) -> int:
-    return -(-number // unit) * unit
+    return flops + (2 * pixels * taps * out * rounded_up(into, _FITTED["columns"]) if gradients > 1 else 0)
 
 
 # ---- in two bytes on tensor cores ------------------------------------------------------------------------------------
@@ -114,7 +111,7 @@ def _in_two_bytes(
         flops = 2 * gradients * prod(result.shape) * taps * into
         return Cost(flops / (operation.spec.flops.fp32 * _FITTED["slow_groups"] * into**0.5), gradients, "convolution")
     out, pixels = filters.shape[0] // groups, prod(result.shape) // result.shape[1]
-    channels = into if groups > 1 else _rounded_up(into, _FITTED["channels"])
+    channels = into if groups > 1 else rounded_up(into, _FITTED["channels"])
     products = [(pixels, out, taps * channels)]
     if backward:
         before = max(1, prod(images.shape) // images.shape[1])
