@@ -11,10 +11,9 @@ whether a gradient overflowed; it counts as not. The scale then stays the one th
 
 Stand-ins that answer before the dispatcher is reached use `casting`, an LSTM `cast`.
 
-Sources of the lists, which stand together because they are one file in C++: the macros AT_FORALL_* in
-aten/src/ATen/autocast_mode.h and what autocast_mode.cpp beside it registers, of PyTorch 2.11 to 2.15 together. `names`
-leaves out what the installed version does not cast. An operator that is in no list runs in the precision of its inputs.
-torch.norm calls linalg_vector_norm.
+Sources of the lists, one file in C++ and so here: the macros AT_FORALL_* in aten/src/ATen/autocast_mode.h and what
+autocast_mode.cpp registers, of PyTorch 2.11 to 2.15 together. `names` leaves out what the installed version does not
+cast. An operator in no list runs in the precision of its inputs. torch.norm calls linalg_vector_norm.
 """
 
 from __future__ import annotations
