@@ -39,7 +39,7 @@ class VirtualGPU:
         # GPUs do not share addresses: a snapshot of four GPUs must not show one block four times.
         self.allocator = CachingAllocator(self.memory, first_address=FIRST_ADDRESS + (slot << 44))
         self.allocator.clock = machine
-        self.generator = None  # made on first use, with torch (see random_numbers)
+        self.generator: Any = None  # made on first use, with torch (see random_numbers)
         self.feature_state: dict[str, Any] = {}  # what features keep for this GPU, each under its own name
         self.of_thread: Any = OfEachThread(stream=0)  # `stream`: the number of each thread's current one
         self.uuid = f"GPU-00000000-0000-4000-8000-{slot:012d}"
@@ -72,7 +72,7 @@ class VirtualGPU:
         try:
             return allocator.malloc(nbytes, self.of_thread.stream, owner)
         except OutOfMemory as error:
-            error.gpu = self
+            error.gpu = self  # type: ignore  # for `entrance`; a field of this type would be of a higher layer
             raise
 
     def __repr__(self) -> str:
@@ -259,7 +259,7 @@ def find_gpu(machine: VirtualMachine, device: torch.device, initialize: bool = T
 
 def push(machine: VirtualMachine) -> None:
     """Put `machine` on top of the stack, so that `active()` returns it."""
-    mine = [str(other.registry.folder) for other in _stack if not other.is_inherited]
+    mine = [str(other.registry.folder) for other in _stack if other.registry and not other.is_inherited]
     machine.registry = SharedMemoryRegistry(machine.registry_name(), len(machine.slots), mine)
     for gpu in machine.slots:
         gpu.allocator.device.exchange = functools.partial(machine.registry.exchange, gpu.slot)
@@ -275,4 +275,5 @@ def remove(machine: VirtualMachine) -> None:
     for gpu in machine.slots:  # tensors that outlive it still give their blocks back
         gpu.allocator.device.exchange = no_others
     environment.take_out(machine)
-    machine.registry.close()
+    if machine.registry is not None:
+        machine.registry.close()

@@ -26,6 +26,7 @@ __all__ = ["BlasWorkspaces", "blas_workspaces", "reduction_scratch", "round_size
 
 _DEFAULTS = Options()
 _KIB = 1 << 10
+Ints = tuple[int, ...]
 
 
 # ---- the caching allocator
@@ -158,12 +159,7 @@ _Dim = tuple[int, int]  # length and stride, in elements
 
 @lru_cache(maxsize=4096)
 def _buffers(
-    shape: tuple[int, ...],
-    strides: tuple[int, ...],
-    reduced: tuple[int, ...],
-    partial_bytes: int,
-    multiprocessors: int,
-    threads_per_multiprocessor: int,
+    shape: Ints, strides: Ints, reduced: Ints, partial_bytes: int, multiprocessors: int, threads_per_multiprocessor: int
 ) -> tuple[int, int]:
     inner, outer = _merged(shape, strides, reduced)
     inputs, outputs = prod(n for n, _ in inner), prod(n for n, _ in outer)
@@ -191,7 +187,7 @@ def _buffers(
     return partial_bytes * outputs * blocks * (1 if along_input else width * vector), 4 * grid
 
 
-def _merged(shape: tuple[int, ...], strides: tuple[int, ...], reduced: Sequence[int]) -> tuple[list[_Dim], list[_Dim]]:
+def _merged(shape: Ints, strides: Ints, reduced: Sequence[int]) -> tuple[list[_Dim], list[_Dim]]:
     """The reduced and the kept dimensions as (length, stride), fastest first, with neighbours in memory merged."""
     both: tuple[list[_Dim], list[_Dim]] = [], []
     for dim in reversed(range(len(shape))):

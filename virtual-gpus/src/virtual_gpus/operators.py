@@ -29,7 +29,7 @@ RECIPES: dict[str, Callable[..., Any]] = {}
 CPU_KERNELS: dict[str, Callable[[torch._ops.OpOverload], Callable[..., Any] | None]] = {}
 ON_THE_HOST: dict[str, set[str]] = {}
 MIXTURES: dict[str, Callable[..., Exception | None]] = {}
-ASKS_FIRST: dict[str, Callable[[tuple], Any]] = {}
+ASKS_FIRST: dict[str, Callable[[tuple[Any, ...]], Any]] = {}
 ROUTES: dict[str, Callable[..., Any]] = {}
 
 
@@ -38,10 +38,11 @@ class Operator:
 
     def __init__(self, func: torch._ops.OpOverload | torch._ops.HigherOrderOperator):
         self.func = func  # kept, so that no other overload gets its id
-        self.kernel = func  # what computes
-        self.kernels = None  # by dispatch key, of an operator of higher order, which has no schema, or of one in Python
-        self.takes_first, self.takes_by_name = None, True  # tensors: among so many arguments first; among named ones
-        self.asks_first = None
+        self.kernel: Callable[..., Any] = func  # what computes
+        self.kernels: dict[Any, Callable[..., Any]] | None = None  # by dispatch key, if of higher order or in Python
+        self.takes_first: int | None = None  # tensors: among so many arguments first
+        self.takes_by_name = True  # ... and among named ones
+        self.asks_first: Callable[[tuple[Any, ...]], Any] | None = None
         if isinstance(func, torch._ops.HigherOrderOperator):
             self.kernels, self.is_composite, self.route = func.py_kernels, True, ROUTES["composite"]
             return
@@ -64,7 +65,7 @@ class Operator:
         self.base = self.name.partition(".")[0]
         self.names = [a.name for a in schema.arguments]
         self.positions = {name: position for position, name in enumerate(self.names)}
-        self._defaults = {}
+        self._schema, self._defaults = schema, dict[str, Any]()
         self.is_index = "index" in self.base and "indices" in self.names
         self.crosses = self.base in _CROSSES_DEVICES
         self.written = {a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write}
@@ -115,7 +116,7 @@ class Operator:
     def default(self, name: str) -> Any:
         """What an argument is that is not given."""
         if name not in self._defaults:  # asked once: each answer is made anew in C++
-            self._defaults[name] = self.func._schema.arguments[self.positions[name]].default_value
+            self._defaults[name] = self._schema.arguments[self.positions[name]].default_value
         return self._defaults[name]
 
 

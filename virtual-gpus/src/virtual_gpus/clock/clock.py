@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from virtual_gpus import figures
 
@@ -89,7 +89,7 @@ class Track:
         self.busy: deque[float] = deque()  # starts and ends in turn, merged, of the last second: no object per span
         self.urgent: set[int] = set()  # streams that were made with a priority
         self.beside: deque[tuple[float, float]] = deque(maxlen=16)  # starts and ends of collectives, for later kernels
-        self.late: dict = {}  # id of a storage's allocation -> what says when a collective fills it, see `arrivals`
+        self.late: dict[int, Any] = {}  # id of a storage's allocation -> when a collective fills it, see `arrivals`
 
     def take(self, earliest: float, seconds: float, urgent: bool = False) -> float:
         """When a kernel that may start at `earliest` gets the multiprocessors.
@@ -173,7 +173,7 @@ class Clock:
         self.now = 0.0
         self.share = 1
         self.tracks = [Track() for _ in range(count)]
-        self.timelines: list = []
+        self.timelines: list[Any] = []
         self.issued = 0  # operators so far
         self._threads: dict[int, float] | None = None  # autograd's, one per GPU, during a backward pass
         self._began = 0.0

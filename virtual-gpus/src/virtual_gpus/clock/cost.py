@@ -18,8 +18,10 @@ from typing import NamedTuple
 
 from virtual_gpus import figures
 from virtual_gpus.clock.work import Cost, Operand, Operation
+from virtual_gpus.gpus import GPUSpec
 
 FITTED = figures.read("operators.toml")["formulas"]  # their constants, also of those that features have
+Formula, Parts = Callable[[Operation], Cost], Iterable[Operand]
 
 
 class OperatorClass(NamedTuple):
@@ -31,14 +33,14 @@ class OperatorClass(NamedTuple):
     unless: of those, (argument, operator): where the argument is False, they take as long as the other operator.
     """
 
-    cost: Callable[[Operation], Cost]
+    cost: Formula
     is_fusible: bool = True
     tf32_setting: str = ""
     depends_on_strides: bool = False
     unless: tuple[str, str] | None = None
 
 
-def cost(name, inputs, outputs, spec, precision: str = "fp32", first: int = 0) -> Cost:
+def cost(name: str, inputs: Parts, outputs: Parts, spec: GPUSpec, precision: str = "fp32", first: int = 0) -> Cost:
     """What the ATen operator `name` (no overload) takes on a GPU of `spec`. first: the length of its first list."""
     return class_of(name).cost(Operation(name, tuple(inputs), tuple(outputs), spec, precision, first))
 
@@ -48,7 +50,7 @@ def class_of(name: str) -> OperatorClass:
     return _LISTS if name.startswith(("_foreach_", "_fused_")) else CLASSES.get(name, _READS_AND_WRITES)
 
 
-def _moving(nbytes: Callable[[Operation], float], floor: float, kernels: int = 1, share: float = 1.0):
+def _moving(nbytes: Callable[[Operation], float], floor: float, kernels: int = 1, share: float = 1.0) -> Formula:
     """An operator that takes its start, in shortest kernels, and as long as it moves bytes, at a share of the speed."""
 
     def of(operation: Operation) -> Cost:
@@ -57,7 +59,7 @@ def _moving(nbytes: Callable[[Operation], float], floor: float, kernels: int = 1
     return of
 
 
-def bytes_of(operands: Iterable[Operand]) -> int:
+def bytes_of(operands: Parts) -> int:
     """Bytes of all of them."""
     return sum(part.nbytes for part in operands)
 
@@ -89,7 +91,7 @@ _READS_AND_WRITES = OperatorClass(_moving(all_bytes, 1))
 _LISTS = OperatorClass(_lists, is_fusible=False)
 _FREE = OperatorClass(_moving(lambda operation: 0, 0, 0), is_fusible=False)
 
-CLASSES = {  # features add theirs
+CLASSES: dict[str, OperatorClass] = {  # features add theirs
     **dict.fromkeys(("zero_", "fill_", "zeros", "ones", "full", "zeros_like", "ones_like", "full_like", "new_zeros",
                 "new_ones", "new_full", "arange", "bernoulli_", "normal_", "uniform_", "random_", "randn", "rand",
                 "randint"), moves("fill", lambda operation: bytes_of(operation.outputs or operation.inputs[:1]))),

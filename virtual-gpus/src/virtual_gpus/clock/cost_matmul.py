@@ -8,13 +8,14 @@ and adds the parts up (split-K). cuBLAS takes what its heuristics say is fastest
 from __future__ import annotations
 
 from functools import lru_cache
-from math import ceil
+from math import ceil, inf
 
 from virtual_gpus import figures
 from virtual_gpus.clock.work import BYTES
 from virtual_gpus.gpus import GPUSpec
 
 _FITTED = figures.read("operators.toml")["products"]
+Tiles = tuple[tuple[int, int, float], ...]  # rows, columns, and the share of the peak that they reach
 
 
 @lru_cache(maxsize=8192)
@@ -34,12 +35,14 @@ def product(
 
 
 @lru_cache(maxsize=8192)
-def in_tiles(spec: GPUSpec, m: int, n: int, k: int, batch: int, precision: str, with_bias: bool = False, tiles=()):
+def in_tiles(
+    spec: GPUSpec, m: int, n: int, k: int, batch: int, precision: str, with_bias: bool = False, tiles: Tiles = ()
+) -> tuple[float, int]:
     """(seconds, kernels) of the arithmetic alone. tiles: others than those of cuBLAS."""
     reached, cores = spec.reached, precision in spec.tensor_cores
     rate = getattr(spec.flops, precision) * (reached.tensor if cores else reached.simt) / spec.multi_processor_count
     start = reached.kernel * _FITTED["start_on_cores" if cores else "start"]
-    best = None
+    best = inf, 1
     for rows, columns, share in tiles or _FITTED["tiles_on_cores" if cores else "tiles"]:
         number = ceil(m / rows) * ceil(n / columns) * batch
         for split in (1,) if with_bias else _FITTED["splits"]:
@@ -48,6 +51,6 @@ def in_tiles(spec: GPUSpec, m: int, n: int, k: int, batch: int, precision: str, 
             waves = ceil(number * split / spec.multi_processor_count)
             seconds = waves * 2 * rows * columns * ceil(k / split) / (rate * share)
             seconds += start + (split > 1) * _FITTED["add_up"] * reached.kernel
-            if best is None or seconds < best[0]:
+            if seconds < best[0]:
                 best = seconds, 1 + (split > 1)
     return best[0] * (_FITTED["with_bias"] if with_bias and not cores else 1), best[1]

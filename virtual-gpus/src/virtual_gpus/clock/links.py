@@ -26,6 +26,7 @@ _PATHS = _FIGURES["paths"]
 NETWORKS = {name: LinkSpec(label="NET", **link) for name, link in _FIGURES["networks"].items()}
 _PCIE = {name: link for name, link in LINKS.items() if name.startswith("PCIe")}
 ARRANGEMENTS = (*_PCIE, "NVLink pairs", "NVSwitch")
+Links = str | Sequence[Sequence[str]] | None
 
 
 @dataclass(frozen=True)
@@ -114,7 +115,7 @@ def link_of(label: str, pcie: LinkSpec) -> LinkSpec:
 
 
 def arrange(
-    spec: GPUSpec, count: int, links=None, hosts: int = 1, network: str = "Ethernet 100", adapters: int = 1
+    spec: GPUSpec, count: int, links: Links = None, hosts: int = 1, network: str = "Ethernet 100", adapters: int = 1
 ) -> Topology:
     """The topology of `count` GPUs that are spread evenly over `hosts` machines.
 
@@ -143,7 +144,7 @@ def arrange(
     return Topology(_labels(spec, count, links, count // hosts), own, where, NETWORKS[network], adapters)
 
 
-def _labels(spec: GPUSpec, count: int, links, per_host: int):
+def _labels(spec: GPUSpec, count: int, links: Links, per_host: int) -> tuple[tuple[str, ...], ...]:
     if links is not None and not isinstance(links, str):
         return _checked(links, count)
     if links is not None and links not in ARRANGEMENTS:

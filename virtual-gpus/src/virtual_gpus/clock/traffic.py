@@ -12,7 +12,7 @@ are not modelled.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from math import ceil, log2
 
@@ -22,7 +22,7 @@ from virtual_gpus.gpus import LinkSpec
 
 _FIGURES = figures.read("links.toml")["collectives"]
 # Parts of the bytes that pass over each link of a ring of n, and the number of hops one after the other.
-_RING = {
+_RING: dict[str, tuple[Callable[[int], float], Callable[[int], int]]] = {
     "all_reduce": (lambda n: 2 * (n - 1) / n, lambda n: 2 * (n - 1)),
     "reduce_scatter": (lambda n: (n - 1) / n, lambda n: n - 1),
     "all_gather": (lambda n: (n - 1) / n, lambda n: n - 1),
@@ -89,7 +89,7 @@ def message_seconds(
     same time, if that is less. None: no others send.
     """
     if here[0] == there[0]:
-        links = [] if here == there else [topology.between(here[1], there[1])]
+        links: list[LinkSpec] = [] if here == there else [topology.between(here[1], there[1])]
     else:
         link = topology.network
         links = [link if share is None or share.bandwidth > link.bandwidth else share]

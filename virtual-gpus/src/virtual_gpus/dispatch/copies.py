@@ -6,6 +6,8 @@ the copy is an autograd function of its own, whose backward copies back to where
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from virtual_gpus.dispatch import valueless
@@ -13,6 +15,8 @@ from virtual_gpus.dispatch.timing import charge_copy
 from virtual_gpus.machine import VirtualGPU, active
 from virtual_gpus.placement.random_numbers import is_state
 from virtual_gpus.placement.storages import StorageAllocation, gpu_of, has_values, is_wrapper, pin, place, put
+
+Tensor, Dtype, Format, GPU = torch.Tensor, torch.dtype | None, torch.memory_format | None, VirtualGPU | None
 
 
 class ToCopy(torch.autograd.Function):
@@ -22,18 +26,18 @@ class ToCopy(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(tensor: torch.Tensor, target: VirtualGPU | None, dtype, memory_format, blocking) -> torch.Tensor:
+    def forward(tensor: Tensor, target: GPU, dtype: torch.dtype, layout: Format, blocking: bool) -> Tensor:
         """Copy. Called by `move`."""
-        return raw_copy(tensor, target, dtype, memory_format, blocking)
+        return raw_copy(tensor, target, dtype, layout, blocking)
 
     @staticmethod
-    def setup_context(ctx, inputs, output) -> None:
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         """Note both ends of the copy."""
         tensor, ctx.target, ctx.dtype, *_ = inputs
         ctx.source, ctx.source_dtype = gpu_of(tensor), tensor.dtype
 
     @staticmethod
-    def backward(ctx, gradient):
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:
         """Copy the gradient back; to the CPU if the source's virtual GPUs are off by now."""
         if active() is None:
             return gradient.to(ctx.source_dtype), None, None, None, None
@@ -41,35 +45,37 @@ class ToCopy(torch.autograd.Function):
         return move(gradient, source, ctx.source_dtype, None, False), None, None, None, None
 
     @staticmethod
-    def jvp(ctx, tangent, *_):
+    def jvp(ctx: Any, tangent: Tensor, *_: None) -> Tensor:
         """Copy the tangent along."""
         return move(tangent, ctx.target, ctx.dtype, None, False)
 
     @staticmethod
-    def vmap(info, in_dims, tensor, target, dtype, memory_format, blocking):
+    def vmap(info: Any, in_dims: tuple[int | None, ...], *copied: Any) -> tuple[Tensor, int | None]:
         """All samples in one copy."""
-        return ToCopy.apply(tensor, target, dtype, memory_format, blocking), in_dims[0]
+        return ToCopy.apply(*copied), in_dims[0]
 
 
-def move(tensor, target: VirtualGPU | None, dtype=None, memory_format=None, copy: bool = False, blocking: bool = True):
+def move(
+    tensor: Tensor, target: GPU, dtype: Dtype = None, layout: Format = None, copy: bool = False, blocking: bool = True
+) -> Tensor:
     """`tensor` on `target` as `dtype`: itself when nothing would change, else a copy that autograd follows.
 
     blocking: whether the modelled host waits for it.
     """
-    memory_format = memory_format or torch.preserve_format
+    layout = layout or torch.preserve_format
     dtype = dtype or tensor.dtype
     source = gpu_of(tensor)
     if source is target and not copy and dtype == tensor.dtype:
-        if memory_format is torch.preserve_format or tensor.is_contiguous(memory_format=memory_format):
+        if layout is torch.preserve_format or tensor.is_contiguous(memory_format=layout):
             return tensor
     if source is None and target is not None and target.machine.shapes_only and is_state(tensor):
         return tensor  # DTensor goes on from it, which needs its values
     transformed = is_transformed()
     if transformed and source is target:  # a cast; in a rule of vmap, no Function may be called
-        return torch.ops.aten._to_copy.default(tensor, dtype=dtype, memory_format=_format_for(tensor, memory_format))
+        return torch.ops.aten._to_copy.default(tensor, dtype=dtype, memory_format=_format_for(tensor, layout))
     if (tensor.requires_grad and torch.is_grad_enabled()) or transformed:
-        return ToCopy.apply(tensor, target, dtype, memory_format, blocking)
-    return raw_copy(tensor, target, dtype, memory_format, blocking)
+        return ToCopy.apply(tensor, target, dtype, layout, blocking)
+    return raw_copy(tensor, target, dtype, layout, blocking)
 
 
 def is_transformed() -> bool:
@@ -77,32 +83,30 @@ def is_transformed() -> bool:
     return torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0
 
 
-def raw_copy(
-    tensor, target: VirtualGPU | None, dtype: torch.dtype, memory_format, blocking: bool = True
-) -> torch.Tensor:
+def raw_copy(tensor: Tensor, target: GPU, dtype: torch.dtype, layout: Format, blocking: bool = True) -> Tensor:
     """The copy itself, unseen by dispatch modes and by autograd. Raises the allocator's OutOfMemory."""
     if is_wrapper(type(tensor)):
-        return _copy_of_wrapper(tensor, lambda part: raw_copy(part, target, dtype, memory_format, blocking))
+        return _copy_of_wrapper(tensor, target, dtype, layout, blocking)
     source = gpu_of(tensor)
-    made = _copied(tensor, target, dtype, memory_format)
+    made = _copied(tensor, target, dtype, layout)
     into_pinned = target is None and source is not None and not blocking  # as `_to_copy` does (TensorConversions.cpp)
     charge_copy(source, target, tensor, dtype, blocking, into_pinned)
     made = pin(made) if into_pinned else made
-    if source or target:
-        (source or target).machine.follower.copy(tensor, made, blocking)
+    if (here := source or target) is not None:
+        here.machine.follower.copy(tensor, made, blocking)
     return made
 
 
-def _copy_of_wrapper(tensor, copy) -> torch.Tensor:
+def _copy_of_wrapper(tensor: Any, *how: Any) -> Tensor:
     """A DTensor, say, around copies of what it holds."""
     names, context = tensor.__tensor_flatten__()
     inner = {name: getattr(tensor, name) for name in names}
-    inner = {name: copy(part) if isinstance(part, torch.Tensor) else part for name, part in inner.items()}
+    inner = {name: raw_copy(part, *how) if isinstance(part, Tensor) else part for name, part in inner.items()}
     with torch.no_grad():
         return type(tensor).__tensor_unflatten__(inner, context, tensor.size(), tensor.stride()).detach()
 
 
-def _copied(tensor, target: VirtualGPU | None, dtype: torch.dtype, memory_format) -> torch.Tensor:
+def _copied(tensor: Tensor, target: GPU, dtype: torch.dtype, layout: Format) -> Tensor:
     if target is None and not has_values(tensor):
         return valueless.copy_to_host(torch.empty(tensor.shape, dtype=dtype, device="cpu"), tensor)
     device = allocation = None
@@ -111,7 +115,7 @@ def _copied(tensor, target: VirtualGPU | None, dtype: torch.dtype, memory_format
     if target is not None and tensor.layout == torch.strided:
         allocation = StorageAllocation(target, tensor.numel() * dtype.itemsize)  # first: what cannot fit fills nothing
     with torch._C._DisableTorchDispatch(), torch.no_grad():
-        layout = _format_for(tensor, memory_format)
+        layout = _format_for(tensor, layout)
         made = torch.ops.aten._to_copy.default(tensor, dtype=dtype, device=device, memory_format=layout)
     if allocation is not None:
         put(made, allocation)
@@ -120,5 +124,5 @@ def _copied(tensor, target: VirtualGPU | None, dtype: torch.dtype, memory_format
     return made
 
 
-def _format_for(tensor: torch.Tensor, memory_format: torch.memory_format) -> torch.memory_format | None:
-    return memory_format if tensor.layout == torch.strided else None
+def _format_for(tensor: Tensor, layout: Format) -> Format:
+    return layout if tensor.layout == torch.strided else None

@@ -20,8 +20,9 @@ _LARGE = 1 << 24  # elements
 
 def create(call: OpCall) -> Any:
     """Factories (`zeros`, `empty`), `*_like`, `new_*` and `_to_copy`. `call.gpu`: that of their inputs, if any."""
-    source = call.gpu
-    call.gpu = target = _target(call, active())
+    source, machine = call.gpu, active()
+    assert machine is not None  # else the dispatch mode makes no `OpCall`
+    call.gpu = target = _target(call, machine)
     if target is None:
         return _create_on_host(call, source)
     if call.kwargs.get("pin_memory"):
@@ -44,8 +45,8 @@ def _is_from_python(call: OpCall) -> bool:
     return "pin_memory" in call.kwargs
 
 
-def _target(call: OpCall, machine: VirtualMachine) -> VirtualGPU | None:
-    """Where the result belongs; None: in the computer's memory."""
+def _target(call: OpCall, machine: VirtualMachine) -> Any:
+    """The GPU where the result belongs; None: in the computer's memory."""
     device = call.kwargs.get("device")
     if device is None:
         return call.gpu

@@ -45,7 +45,7 @@ def place_rows(columns: list[Sequence[torch.Tensor]], gpus: Sequence[VirtualGPU 
 def columns_of(call: OpCall) -> tuple[list[Sequence[torch.Tensor]], list[VirtualGPU | None]]:
     """The lists of tensors among the arguments, and the GPUs of the first. Raises where a row is on several devices."""
     columns = _columns(call)
-    first = next(iter(columns), [])
+    first: Sequence[torch.Tensor] = next(iter(columns), ())
     if call.on_one_gpu:
         return columns, [call.gpu] * len(first)
     if not call.op.is_collective and not call.op.crosses:  # collectives have rules of their own
@@ -56,7 +56,7 @@ def columns_of(call: OpCall) -> tuple[list[Sequence[torch.Tensor]], list[Virtual
 def _columns(call: OpCall) -> list[Sequence[torch.Tensor]]:
     """The lists of tensors among the arguments; `_foreach_pow` may begin with a number. A collective's lone tensors
     count as lists of one."""
-    found = []
+    found: list[Sequence[torch.Tensor]] = []
     for value in (*call.args, *call.kwargs.values()):
         if isinstance(value, (list, tuple)) and value and isinstance(value[0], torch.Tensor):
             found.append(value)

@@ -16,6 +16,7 @@ import torch
 from virtual_gpus.operators import Operator
 from virtual_gpus.placement.storages import tensors_in
 
+Args, Kwargs, Run = tuple[Any, ...], dict[str, Any], Callable[[], Any]
 _MISSING = object()
 _FIRST = object()  # the answer of an operator in place: its first argument
 _META = torch.device("meta")
@@ -42,17 +43,17 @@ class _Unusual(Exception):
     """Something about which nothing is kept."""
 
 
-_known: dict[tuple, object] = {}  # question -> a form, None, a list or tuple of these, or _FIRST
+_known: dict[Any, Any] = {}  # question -> a form, None, a list or tuple of these, or _FIRST
 
 
-def ask(op: Operator, args: tuple, kwargs: dict[str, Any], run: Callable[[], Any]) -> Any:
+def ask(op: Operator, args: Args, kwargs: Kwargs, run: Run) -> Any:
     """The results of an operator on meta tensors: made at once if they are known, else by `run()`."""
     if not op.keeps_answers or torch._C._len_torch_dispatch_stack():  # another mode wants to see every operator
         return run()
     return _answer(op, args, kwargs, run, op.by_element, bool(op.written))
 
 
-def computed(function: Callable, *args: Any) -> Any:
+def computed(function: Callable[..., Any], *args: Any) -> Any:
     """The results of `function(*args)`, several operators that compute below the accounting on meta tensors.
 
     They are made at once if they are known, as an operator's are.
@@ -62,7 +63,7 @@ def computed(function: Callable, *args: Any) -> Any:
     return _answer(function, args, {}, lambda: function(*args), False, False)
 
 
-def _answer(asks, args: tuple, kwargs: dict, run: Callable[[], Any], by_element: bool, in_place: bool) -> Any:
+def _answer(asks: object, args: Args, kwargs: Kwargs, run: Run, by_element: bool, in_place: bool) -> Any:
     """asks: the operator or function. by_element: it takes lists. in_place: its result is its first argument."""
     asked = [asks, torch.get_default_dtype(), torch._C._get_deterministic_algorithms()]
     try:

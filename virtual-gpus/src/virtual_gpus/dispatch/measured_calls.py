@@ -9,7 +9,7 @@ import torch
 from virtual_gpus.clock.measured import key
 
 
-def key_of(operator: Any, args: tuple, kwargs: dict[str, Any]) -> str:
+def key_of(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
     """The key of a call. operator: an ATen overload, or the name of a fused kernel."""
     return key(str(operator), [_described(args), {name: _described(value) for name, value in kwargs.items()}])
 

@@ -44,7 +44,7 @@ def _is_free_scalar(call: OpCall, name: str, tensor: torch.Tensor) -> bool:
     return tensor.dim() == 0 and name not in call.op.written and not errors.checks_each_argument(call.op.name)
 
 
-def _mixture_error(call: OpCall, name: str, common: torch.device, device: torch.device) -> RuntimeError:
+def _mixture_error(call: OpCall, name: str, common: torch.device, device: torch.device) -> Exception:
     op = call.op
     own = MIXTURES[op.base](call, name, common, device) if op.base in MIXTURES else None
     if own is not None:

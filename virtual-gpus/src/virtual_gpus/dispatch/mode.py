@@ -32,7 +32,7 @@ class VirtualGPUMode(TorchDispatchMode):
         return False  # the wrapper that this would add costs a microsecond per operator
 
     @entrance_of_dispatch
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         try:
             machine = active()
             if types and any(map(is_wrapper, types)):
@@ -46,14 +46,14 @@ class VirtualGPUMode(TorchDispatchMode):
             call = OpCall(func, args, kwargs or {})
             return call.op.route(call) if machine.follower is NO_FOLLOWER else machine.follower.follow(call)
         except BaseException as error:
-            args = kwargs = None
+            args, kwargs = (), None
             text = seen_from_outside(error)
             if text is None:
                 raise
         raise torch.OutOfMemoryError(text)
 
 
-def _run_fake(func: torch._ops.OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:
+def _run_fake(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """An operator under FakeTensorMode, whose tensors have no data: they take neither memory nor time.
 
     They stay on the CPU, since C++ would ask the driver for the GPU of a fake tensor (in `copy_`, and in backward).
@@ -86,7 +86,7 @@ def leave_thread() -> None:
     mode, this_thread.mode = this_thread.mode, None
     if mode is None:
         return
-    above = []
+    above: list[Any] = []
     while (top := _pop_mode()) is not mode:
         above.append(top)
     for other in reversed(above):

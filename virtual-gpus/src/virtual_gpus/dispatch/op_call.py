@@ -15,7 +15,7 @@ from virtual_gpus.machine import VirtualGPU
 from virtual_gpus.operators import KNOWN, operator
 from virtual_gpus.placement.creation_sites import Site, calling_site
 from virtual_gpus.placement.random_numbers import count_draws, default_generator, device_of_generator, drawing_from
-from virtual_gpus.placement.storages import gpu_of, place_all, put, scratch, tensors_in
+from virtual_gpus.placement.storages import UNRECORDED, Record, gpu_of, place_all, put, scratch, tensors_in
 from virtual_gpus.threads import this_thread
 
 
@@ -32,13 +32,15 @@ class OpCall:
     """
 
     __slots__ = ("all_placed", "answer", "args", "func", "gpu", "kernel", "kwargs", "on_one_gpu", "op", "tensors")
+    gpu: VirtualGPU  # as recipes see it: only the routes are given calls without one
 
-    def __init__(self, func: torch._ops.OpOverload, args: tuple, kwargs: dict[str, Any]):
+    def __init__(self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]):
         self.func, self.args, self.kwargs = func, args, kwargs
         self.op = op = KNOWN.get(id(func)) or operator(func)
         self.kernel = op.kernel
         self.answer = None if op.asks_first is None else op.asks_first(args)
-        self.tensors = tensors = []
+        tensors: list[torch.Tensor] = []
+        self.tensors = tensors
         for value in args[: op.takes_first]:  # `tensors_in`, without its call: this runs for every operator
             if isinstance(value, torch.Tensor):
                 tensors.append(value)
@@ -46,14 +48,14 @@ class OpCall:
                 tensors += tensors_in(value)
         if kwargs and op.takes_by_name:
             tensors += tensors_in(tuple(kwargs.values()))
-        gpu: VirtualGPU | None = None
+        gpu: Any = None
         on_one_gpu = all_placed = True
         for tensor in tensors:
             try:
-                record = tensor.untyped_storage()._record
+                record: Record = tensor.untyped_storage()._record  # type: ignore  # see `record_of`
                 where = record.gpu  # `gpu_of`, without its calls
             except (NotImplementedError, RuntimeError):
-                where, on_one_gpu, all_placed = gpu_of(tensor), False, False
+                record, where, on_one_gpu, all_placed = UNRECORDED, gpu_of(tensor), False, False
             if where is None:
                 on_one_gpu, all_placed = False, all_placed and record.creation_site is None
             elif not where.machine.on:
@@ -101,7 +103,7 @@ class OpCall:
 
     def run_in_place(self, tensor: torch.Tensor) -> torch.Tensor:
         """Run what CUDA does in place of `tensor`, and PyTorch here does not: the result takes its block over."""
-        return put(run_kernel(self), tensor.untyped_storage()._record)
+        return put(run_kernel(self), tensor.untyped_storage()._record)  # type: ignore  # see `record_of`
 
     def scratch(self, *sizes: int) -> AbstractContextManager[None]:
         """Blocks that CUDA's kernel takes on the way, in order: `with call.scratch(nbytes):`. Raises OutOfMemory."""
@@ -139,7 +141,7 @@ def _draw(call: OpCall) -> Any:
     return result
 
 
-def _run(call: OpCall, kernel: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+def _run(call: OpCall, kernel: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     this_thread.inside = True
     try:
         if call.op.draws_by_default:

@@ -23,8 +23,9 @@ from virtual_gpus.machine import VirtualGPU
 from virtual_gpus.placement.storages import allocation_of, gpu_of, is_pinned, tensors_in
 from virtual_gpus.threads import this_thread
 
+Tensors, TensorList, Call, GPU = Iterable[torch.Tensor], Sequence[torch.Tensor], OpCall | None, VirtualGPU | None
 _PRECISION = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float64: "fp64"}
-_kept: dict[tuple, tuple[float, float, float]] = {}  # -> seconds on the GPU, on the host, and there for more kernels
+_kept: dict[Any, tuple[float, float, float]] = {}  # -> seconds on the GPU, on the host, and there for more kernels
 _allows_tf32 = torch._C._get_fp32_precision_getter
 _grad_enabled = torch.is_grad_enabled
 # Not comprehensions: a call into Python per operator costs, and a generator that is cut short swallows a Ctrl-C.
@@ -65,7 +66,9 @@ def charge_op(call: OpCall, result: Any) -> None:
     _issue(gpu, op.base, tensors, seconds, host, further, call)
 
 
-def _issue(gpu: VirtualGPU, name: str, tensors, seconds: float, host: float, further: float, call=None) -> None:
+def _issue(
+    gpu: VirtualGPU, name: str, tensors: Tensors, seconds: float, host: float, further: float, call: Call = None
+) -> None:
     """Kernels in the current stream, which wait for what they read. call: whose measured seconds win."""
     clock, stream = gpu.machine.clock, gpu.of_thread.stream
     if gpu.machine.charger is not None:
@@ -87,12 +90,7 @@ def charge_kernel(
 
 
 def launch(
-    gpu: VirtualGPU,
-    name: str,
-    charge: Cost,
-    reads: Sequence[torch.Tensor],
-    trains: bool = False,
-    writes: Sequence[torch.Tensor] = (),
+    gpu: VirtualGPU, name: str, charge: Cost, reads: TensorList, trains: bool = False, writes: TensorList = ()
 ) -> None:
     """Kernels that the dispatch mode does not see.
 
@@ -109,9 +107,7 @@ def launch(
 def charge_foreach(call: OpCall, columns: list[Sequence[torch.Tensor]], gpus: list[VirtualGPU | None]) -> None:
     """An operator on lists of tensors: for each GPU among them, one call with its elements. gpus: of the first list."""
     op = call.op
-    for gpu in dict.fromkeys(gpus):
-        if gpu is None:
-            continue
+    for gpu in filter(None, dict.fromkeys(gpus)):
         rows = columns
         if gpus.count(gpu) < len(gpus):
             rows = [[part for part, where in zip(column, gpus, strict=False) if where is gpu] for column in columns]
@@ -145,7 +141,9 @@ def charge_crossing(call: OpCall) -> None:
         charge_copy(gpu_of(source), gpu_of(target), source, target.dtype, not call["non_blocking"], is_pinned(target))
 
 
-def charge_copy(source, target, tensor, dtype: torch.dtype, blocking: bool, into_pinned: bool = False) -> None:
+def charge_copy(
+    source: GPU, target: GPU, tensor: torch.Tensor, dtype: torch.dtype, blocking: bool, into_pinned: bool = False
+) -> None:
     """A copy of `tensor` from one GPU (None: the computer) to another. A cast is a kernel on the source's side."""
     nbytes, itemsize = tensor.numel() * tensor.dtype.itemsize, dtype.itemsize
     here = source or target
@@ -156,8 +154,8 @@ def charge_copy(source, target, tensor, dtype: torch.dtype, blocking: bool, into
     if source is target or (dtype != tensor.dtype and source is not None):
         shape = (tensor.numel(),)
         parts = (Operand(shape, tensor.dtype.itemsize),), (Operand(shape, itemsize),)
-        cast = times(source, cost("_to_copy", *parts, source.spec))
-        source.machine.clock.launch(source.slot, source.stream, *cast[:2], "_to_copy", cast[2])
+        cast = times(here, cost("_to_copy", *parts, here.spec))
+        here.machine.clock.launch(here.slot, here.stream, *cast[:2], "_to_copy", cast[2])
     if source is target or (source and target and source.machine is not target.machine):
         return
     if source is not None and target is not None:
@@ -225,7 +223,7 @@ def await_tensors(gpu: VirtualGPU, tensors: Iterable[torch.Tensor]) -> None:
 # ---- what the formulas say -------------------------------------------------------------------------------------------
 
 
-def _shape_of(result: Any) -> tuple | None:
+def _shape_of(result: Any) -> tuple[Any, ...] | None:
     if isinstance(result, torch.Tensor):
         return result.shape
     if isinstance(result, (list, tuple)):

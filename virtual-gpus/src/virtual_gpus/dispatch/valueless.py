@@ -62,7 +62,7 @@ class NotKept(float):
     def __new__(cls) -> NotKept:
         return super().__new__(cls, "nan")
 
-    def __reduce__(self) -> tuple:
+    def __reduce__(self) -> tuple[type[NotKept], tuple[()]]:
         return NotKept, ()
 
     def __repr__(self) -> str:

@@ -47,7 +47,7 @@ def _converted(part: Any, where: str, units: dict[str, str], source: str) -> Any
         parts = ((key, value) for key, value in part.items() if key not in ("units", "source"))
         return {key: _converted(value, f"{where}: {key}", units, source) for key, value in parts}
     if not isinstance(part, dict):
-        part = {"value": part, "unit": units.get(where.rpartition(": ")[2], ""), "source": source}
+        part = dict[str, Any](value=part, unit=units.get(where.rpartition(": ")[2], ""), source=source)
     if part.keys() != _FIGURE or not part["unit"] or not part["source"]:
         raise ValueError(f"{where}: a figure needs a value, a unit and a source, not {part}.")
     value, unit = part["value"], part["unit"]

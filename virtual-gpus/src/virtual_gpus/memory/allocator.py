@@ -29,7 +29,7 @@ from typing import Any
 
 from virtual_gpus.memory import expandable
 from virtual_gpus.memory.blocks import FREE, FREEING, USED, Block, BlockPool, Segment, Stream, StreamWaits, cut_off
-from virtual_gpus.memory.device import DeviceMemory
+from virtual_gpus.memory.device import DeviceMemory, Observer
 from virtual_gpus.memory.options import LARGE_SEGMENT, SMALL_REQUEST, UNLIMITED, Options
 from virtual_gpus.memory.report import OutOfMemory, oom_message, segment_entries
 from virtual_gpus.memory.stats import AllocatorStats, format_size
@@ -67,7 +67,7 @@ class CachingAllocator:
     """
 
     def __init__(self, capacity: int, context: int = 0, first_address: int = FIRST_ADDRESS):
-        self.observers: list[Callable[[str, int, int], None]] = []
+        self.observers: list[Observer] = []
         self.oom_observers: list[Callable[[OutOfMemory], None]] = []
         self.clock: Any = None
         self.options = Options()

@@ -32,13 +32,7 @@ class Block:
     __slots__ = ("address", "arena", "born", "next", "owner", "pool", "prev", "requested", "size", "state")
 
     def __init__(
-        self,
-        address: int,
-        size: int,
-        pool: BlockPool | None,
-        prev: Block | None,
-        next: Block | None,
-        arena: Segment | None,
+        self, address: int, size: int, pool: BlockPool | None, prev: Beside, next: Beside, arena: Segment | None
     ):
         self.address, self.size, self.requested = address, size, 0
         self.pool, self.prev, self.next = pool, prev, next
@@ -47,6 +41,9 @@ class Block:
     def __repr__(self) -> str:
         state = ("free", "used", "being freed", "waiting for a stream", "without memory")[self.state]
         return f"Block({self.address:#x}, {format_size(self.size)}, {state})"
+
+
+Beside = Block | None
 
 
 class BlockPool:

@@ -11,6 +11,8 @@ from collections.abc import Callable
 from virtual_gpus.memory.blocks import Block, BlockPool, Segment
 from virtual_gpus.memory.stats import AllocatorStats
 
+Observer = Callable[[str, int, int], None]
+
 
 def no_others(used: int, most: int | None = None, more: int = 0) -> tuple[int, dict[int, int]]:
     """What `exchange` returns where no other process shares the GPU."""
@@ -26,12 +28,7 @@ class DeviceMemory:
     """
 
     def __init__(
-        self,
-        capacity: int,
-        context: int,
-        first_address: int,
-        stats: AllocatorStats,
-        observers: list[Callable[[str, int, int], None]],
+        self, capacity: int, context: int, first_address: int, stats: AllocatorStats, observers: list[Observer]
     ):
         if capacity <= 0 or not 0 <= context < capacity:
             raise ValueError(f"A GPU of {capacity} bytes cannot hold a context of {context} bytes.")

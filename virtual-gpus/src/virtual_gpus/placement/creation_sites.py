@@ -52,7 +52,7 @@ def may_be_adopted(tensor: torch.Tensor, site: Site) -> bool:
     return bool(parts) and all(part._record.creation_site in (ANY_TIME, site) for part in parts)
 
 
-def was_made_in_cpp(tensor) -> bool:
+def was_made_in_cpp(tensor: object) -> bool:
     """True for a tensor that C++ made and that no GPU has adopted."""
     return (
         isinstance(tensor, torch.Tensor)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -34,9 +35,9 @@ class HostStorage:
     """
 
     __slots__ = ("__weakref__", "creation_site", "pinned")
-    gpu = None
+    gpu: None = None
 
-    def __init__(self, creation_site=None, pinned: bool = False):
+    def __init__(self, creation_site: tuple[int, int] | str | None = None, pinned: bool = False):
         self.creation_site, self.pinned = creation_site, pinned
 
 
@@ -61,10 +62,11 @@ class StorageAllocation:
 # What `_record` says of a storage of which nothing is known. `features.tensors.untyped_storage` puts it into
 # torch.UntypedStorage while virtual GPUs are on, so asking any storage costs one look-up.
 UNRECORDED = HostStorage()
+Record = HostStorage | StorageAllocation
 
 
-def record_of(storage: torch.UntypedStorage) -> HostStorage | StorageAllocation:
-    """The record of a storage, also where all virtual GPUs are off."""
+def record_of(storage: torch.UntypedStorage) -> Record:
+    """The record of a storage, also where all virtual GPUs are off. PyTorch's stubs do not know `_record`."""
     return getattr(storage, "_record", UNRECORDED)
 
 
@@ -86,7 +88,7 @@ class scratch:
     __slots__ = ("_gpu", "_held", "_sizes")
 
     def __init__(self, gpu: VirtualGPU, *sizes: int):
-        self._gpu, self._sizes, self._held = gpu, sizes, []
+        self._gpu, self._sizes, self._held = gpu, sizes, list[ScratchBlock]()
 
     def __enter__(self) -> None:
         try:
@@ -113,7 +115,7 @@ def tensors_in(value: object) -> list[torch.Tensor]:
     """The tensors of an argument or result: itself, those in lists, tuples and the lists within, or none."""
     if isinstance(value, torch.Tensor):
         return [value]
-    found = []
+    found: list[torch.Tensor] = []
     for part in value if isinstance(value, (list, tuple)) else ():
         if isinstance(part, torch.Tensor):
             found.append(part)
@@ -128,7 +130,7 @@ def has_values(tensor: torch.Tensor) -> bool:
     return gpu is None or not gpu.machine.shapes_only
 
 
-def storages(tensor: torch.Tensor) -> tuple[torch.UntypedStorage, ...]:
+def storages(tensor: torch.Tensor) -> tuple[Any, ...]:
     """Every storage of a tensor: one of a dense tensor, those of indices and values of a sparse one, of a wrapper's."""
     if is_wrapper(type(tensor)):
         return tuple(storage for part in parts_of(tensor) for storage in storages(part))
@@ -161,7 +163,7 @@ def is_fake(kind: type) -> bool:
     return any(base.__name__ == "FakeTensor" for base in kind.__mro__)
 
 
-def parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:
+def parts_of(tensor: Any) -> list[torch.Tensor]:
     """The tensors that a wrapper holds, wrappers among them."""
     values = (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
     return [value for value in values if isinstance(value, torch.Tensor)]  # a DTensor lists its mesh too
@@ -182,7 +184,7 @@ def _sparse_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
 def allocation_of(tensor: torch.Tensor) -> StorageAllocation | None:
     """The tensor's block and its GPU, or None for a tensor that is not on a virtual GPU."""
     try:
-        record = tensor.untyped_storage()._record
+        record: Record = tensor.untyped_storage()._record  # type: ignore  # see `record_of`
     except (NotImplementedError, RuntimeError):
         parts = storages(tensor)
         record = parts[-1]._record if parts else UNRECORDED
@@ -208,7 +210,7 @@ def device_of(tensor: torch.Tensor) -> torch.device:
     if this_thread.inside or active() is None:
         return RAW_DEVICE(tensor)
     try:  # `gpu_of`, without its calls: programs ask often
-        gpu = tensor.untyped_storage()._record.gpu
+        gpu: VirtualGPU | None = tensor.untyped_storage()._record.gpu  # type: ignore  # see `record_of`
         if gpu is None:
             if not is_wrapper(type(tensor)):
                 return RAW_DEVICE(tensor)
@@ -251,7 +253,7 @@ def pin(tensor: torch.Tensor) -> torch.Tensor:
 
 def put(tensor: torch.Tensor, allocation: StorageAllocation) -> torch.Tensor:
     """Let `tensor` live in a block that was taken before it was made, or in that of another tensor."""
-    tensor.untyped_storage()._record = allocation
+    tensor.untyped_storage()._record = allocation  # type: ignore  # see `record_of`
     allocation.gpu.machine.follower.kernel("a kernel", (), [tensor])
     return tensor
 
@@ -283,7 +285,7 @@ def place_all(result: object, gpu: VirtualGPU) -> None:
     """`place` for whatever an operator returned: a tensor, nothing, or lists of them."""
     if isinstance(result, torch.Tensor):
         try:
-            storage = result.untyped_storage()  # as `place` does, without its calls: this runs for every result
+            storage: Any = result.untyped_storage()  # as `place` does, without its calls: this runs for every result
         except (NotImplementedError, RuntimeError):
             place(result, gpu)
             return
