@@ -11,8 +11,8 @@ import pytest
 SOURCE = Path(__file__).resolve().parents[1] / "src"
 PUBLIC = ["__init__.py", "__main__.py", "switch.py", "settings.py", "gpus.py", "memory_model.py", "timeline",
           "testing"]  # fmt: skip
-INNER = ["clock", "dispatch", "figures", "machine.py", "memory_model.py", "operators.py", "placement/creation_sites.py",
-         "placement/storages.py", "placement/wrappers.py"]  # fmt: skip
+INNER = ["clock", "dispatch", "features/attention", "figures", "machine.py", "operators.py",
+         "placement/creation_sites.py", "placement/storages.py", "placement/wrappers.py"]  # fmt: skip
 
 RIGHT = """\
 import torch

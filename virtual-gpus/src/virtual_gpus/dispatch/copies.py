@@ -72,7 +72,8 @@ def move(
         return tensor  # DTensor goes on from it, which needs its values
     transformed = is_transformed()
     if transformed and source is target:  # a cast; in a rule of vmap, no Function may be called
-        return torch.ops.aten._to_copy.default(tensor, dtype=dtype, memory_format=_format_for(tensor, layout))
+        layout = layout if tensor.layout == torch.strided else None
+        return torch.ops.aten._to_copy.default(tensor, dtype=dtype, memory_format=layout)
     if (tensor.requires_grad and torch.is_grad_enabled()) or transformed:
         return ToCopy.apply(tensor, target, dtype, layout, blocking)
     return raw_copy(tensor, target, dtype, layout, blocking)
@@ -115,14 +116,10 @@ def _copied(tensor: Tensor, target: GPU, dtype: torch.dtype, layout: Format) -> 
     if target is not None and tensor.layout == torch.strided:
         allocation = StorageAllocation(target, tensor.numel() * dtype.itemsize)  # first: what cannot fit fills nothing
     with torch._C._DisableTorchDispatch(), torch.no_grad():
-        layout = _format_for(tensor, layout)
+        layout = layout if tensor.layout == torch.strided else None
         made = torch.ops.aten._to_copy.default(tensor, dtype=dtype, device=device, memory_format=layout)
     if allocation is not None:
         put(made, allocation)
     elif target is not None:
         place(made, target)
     return made
-
-
-def _format_for(tensor: Tensor, layout: Format) -> Format:
-    return layout if tensor.layout == torch.strided else None

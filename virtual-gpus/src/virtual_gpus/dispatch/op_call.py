@@ -88,7 +88,11 @@ class OpCall:
 
     def compute(self) -> Any:
         """Run the operator's own kernel. Its results hold no GPU memory yet: `place` them, in CUDA's order."""
-        return run_kernel(self)
+        if self.op.draws:
+            return _draw(self)
+        if self.gpu.machine.shapes_only:
+            return known.ask(self.op, self.args, self.kwargs, lambda: _run(self, self.kernel, self.args, self.kwargs))
+        return _run(self, self.kernel, self.args, self.kwargs)
 
     def place(self, result: Any) -> Any:
         """Give results their blocks on the GPU: a tensor, None, or lists of them. Returns `result`."""
@@ -97,13 +101,13 @@ class OpCall:
 
     def run(self) -> Any:
         """Compute, and place all results in the order in which they are returned."""
-        result = run_kernel(self)
+        result = self.compute()
         place_all(result, self.gpu)
         return result
 
     def run_in_place(self, tensor: torch.Tensor) -> torch.Tensor:
         """Run what CUDA does in place of `tensor`, and PyTorch here does not: the result takes its block over."""
-        return put(run_kernel(self), tensor.untyped_storage()._record)  # type: ignore  # see `record_of`
+        return put(self.compute(), tensor.untyped_storage()._record)  # type: ignore  # see `record_of`
 
     def scratch(self, *sizes: int) -> AbstractContextManager[None]:
         """Blocks that CUDA's kernel takes on the way, in order: `with call.scratch(nbytes):`. Raises OutOfMemory."""
@@ -111,15 +115,6 @@ class OpCall:
 
 
 # ---- kernels ---------------------------------------------------------------------------------------------------------
-
-
-def run_kernel(call: OpCall) -> Any:
-    """The results of `call`, which are on no GPU yet."""
-    if call.op.draws:
-        return _draw(call)
-    if call.gpu.machine.shapes_only:
-        return known.ask(call.op, call.args, call.kwargs, lambda: _run(call, call.kernel, call.args, call.kwargs))
-    return _run(call, call.kernel, call.args, call.kwargs)
 
 
 def _draw(call: OpCall) -> Any:

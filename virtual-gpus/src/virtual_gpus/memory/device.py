@@ -27,15 +27,13 @@ class DeviceMemory:
     for good, so that their addresses are used again, as the driver does. observers: see `CachingAllocator`.
     """
 
-    def __init__(
-        self, capacity: int, context: int, first_address: int, stats: AllocatorStats, observers: list[Observer]
-    ):
+    def __init__(self, capacity: int, context: int, address: int, stats: AllocatorStats, observers: list[Observer]):
         if capacity <= 0 or not 0 <= context < capacity:
             raise ValueError(f"A GPU of {capacity} bytes cannot hold a context of {context} bytes.")
         self.capacity, self.context, self.other, self.fraction = capacity, context, 0, 1.0
         self.exchange: Callable[..., tuple[int, dict[int, int]]] = no_others
         self.segments: dict[int, Segment] = {}
-        self._next_address, self._stats, self._observers = first_address, stats, observers
+        self._next_address, self._stats, self._observers = address, stats, observers
 
     # ---- how much there is
 

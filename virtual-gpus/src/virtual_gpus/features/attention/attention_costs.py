@@ -7,22 +7,20 @@ from __future__ import annotations
 
 from math import ceil
 
-import torch
-
 from virtual_gpus import figures
 from virtual_gpus.clock.cost import OperatorClass
-from virtual_gpus.clock.work import ELSEWHERE, Cost
+from virtual_gpus.clock.work import ELSEWHERE, Cost, Operation
 from virtual_gpus.dispatch.measured_calls import key_of
 from virtual_gpus.dispatch.timing import launch, precision_of
 from virtual_gpus.features.attention.kernels import Cudnn, Efficient, Flash
-from virtual_gpus.features.attention.values import Numbers
+from virtual_gpus.features.attention.values import Numbers, T
 from virtual_gpus.gpus import GPUSpec
 from virtual_gpus.machine import VirtualGPU
 
 _FITTED = figures.read("operators.toml")["attention"]
 
 
-def charge_attention(gpu: VirtualGPU, name: str, query, key, value, numbers: Numbers) -> None:
+def charge_attention(gpu: VirtualGPU, name: str, query: T, key: T, value: T, numbers: Numbers) -> None:
     """Put a kernel on the clock, `name` as PyTorch calls it."""
     charge = _cost(query, key, numbers, gpu.spec, name.endswith("_backward"))
     if gpu.machine.measured is not None:
@@ -32,7 +30,7 @@ def charge_attention(gpu: VirtualGPU, name: str, query, key, value, numbers: Num
     launch(gpu, name, charge, (query, key, value))
 
 
-def _cost(query: torch.Tensor, key: torch.Tensor, numbers: Numbers, spec: GPUSpec, backward: bool) -> Cost:
+def _cost(query: T, key: T, numbers: Numbers, spec: GPUSpec, backward: bool) -> Cost:
     """Tiles of the scores (rows of the query, columns of the key) that the causal mask empties are skipped."""
     (samples, heads, rows, width), columns, itemsize = query.shape, key.shape[2], query.dtype.itemsize
     precision, reached, tile = precision_of("", [query]), spec.reached, _FITTED["tile"]
@@ -52,8 +50,9 @@ def _cost(query: torch.Tensor, key: torch.Tensor, numbers: Numbers, spec: GPUSpe
     return Cost(seconds + _FITTED["floor_backward"] * reached.kernel, 1 + _FITTED["other_kernels"], "product")
 
 
-COSTS = {
-    f"{kernel.name}{direction}": OperatorClass(lambda operation: Cost(0.0, 0, ELSEWHERE), is_fusible=False)
-    for kernel in (Cudnn, Efficient, Flash)
-    for direction in ("", "_backward")
-}
+def _elsewhere(operation: Operation) -> Cost:
+    return Cost(0.0, 0, ELSEWHERE)
+
+
+_CLASS = OperatorClass(_elsewhere, is_fusible=False)
+COSTS = {f"{kernel.name}{direction}": _CLASS for kernel in (Cudnn, Efficient, Flash) for direction in ("", "_backward")}

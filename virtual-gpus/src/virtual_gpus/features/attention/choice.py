@@ -20,6 +20,7 @@ from virtual_gpus.versions import CUDNN_OF_WHEELS, NEWEST, Version
 MATH, FLASH, EFFICIENT, CUDNN = 0, 1, 2, 3  # as torch.nn.attention.SDPBackend
 HALF = (torch.float16, torch.bfloat16)
 _ORDER = [FLASH, EFFICIENT, MATH]
+T, Mask, Scale = torch.Tensor, torch.Tensor | None, float | None
 
 
 class AttentionCall:
@@ -30,14 +31,17 @@ class AttentionCall:
 
     __slots__ = ("capability", "causal", "dropout", "gqa", "key", "mask", "query", "trains", "value", "version")
 
-    def __init__(self, query, key, value, mask, dropout, causal, gqa, capability, version=INSTALLED):
+    def __init__(
+        self, query: T, key: T, value: T, mask: Mask, dropout: float, causal: bool, gqa: bool,
+        capability: tuple[int, int], version: Version = INSTALLED,
+    ):  # fmt: skip
         self.query, self.key, self.value, self.mask = query, key, value, mask
         self.dropout, self.causal, self.gqa, self.capability = dropout, causal, gqa, capability
         self.version = version
         self.trains = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
 
     @property
-    def parts(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def parts(self) -> tuple[T, T, T]:
         """Query, key and value."""
         return self.query, self.key, self.value
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -71,7 +71,7 @@ def _shaped(lse: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
 def _backward(backend: int, call: OpCall) -> tuple[Any, ...]:
     query, key, value, out, gpu = call["query"], call["key"], call["value"], call["out"], call.gpu
     gradient = call["grad_out_" if backend == EFFICIENT else "grad_out"]
-    bias = None if backend == FLASH else call["attn_bias"]
+    bias: Any = None if backend == FLASH else call["attn_bias"]
     kernel, numbers = _kernel(backend, call, bias, trains=True)
     with seen():  # it asks transposed views whether they are packed, which costs CUDA's host the same
         allocations = kernel.backward(gradient, out)
@@ -87,8 +87,8 @@ def _backward(backend: int, call: OpCall) -> tuple[Any, ...]:
         with unseen():
             lse = call["logsumexp"]
             lse = lse.squeeze(-1) if lse.dim() == 4 else lse[..., : query.shape[2]]
-            found = numbers.backward(gradient, query, key, value, bias, out, lse, call["philox_seed"])
-            found = [put(_with_strides(*pair), at) for *pair, at in zip(found, strides, allocations, strict=False)]
+            gradients: Any = numbers.backward(gradient, query, key, value, bias, out, lse, call["philox_seed"])
+            found = list(map(put, map(_with_strides, gradients, strides), allocations))
     return (*found, *[None] * (4 - len(found))) if backend == EFFICIENT else tuple(found)
 
 
@@ -102,7 +102,7 @@ def _kernel(backend: int, call: OpCall, bias: torch.Tensor | None, trains: bool)
 
 
 @contextmanager
-def unseen():
+def unseen() -> Iterator[None]:
     """The CPU's operators run below the accounting and below autocast."""
     with below(), torch._C._ExcludeDispatchKeyGuard(_AUTOCAST):
         yield

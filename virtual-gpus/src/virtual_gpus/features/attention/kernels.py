@@ -10,12 +10,13 @@ are what a real H200 measured but for 512 bytes.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from contextlib import ExitStack
-
-import torch
+from typing import Any
 
 from virtual_gpus import figures
-from virtual_gpus.features.attention.choice import HALF, must_be_deterministic
+from virtual_gpus.features.attention.choice import HALF, T, must_be_deterministic
+from virtual_gpus.machine import VirtualGPU
 from virtual_gpus.memory_model import rounded_up
 from virtual_gpus.placement.storages import StorageAllocation, scratch
 
@@ -31,7 +32,7 @@ class Kernel:
 
     name = ""
 
-    def __init__(self, gpu, query, key, value, bias, dropout: float, trains: bool):
+    def __init__(self, gpu: VirtualGPU, query: T, key: T, value: T, bias: T | None, dropout: float, trains: bool):
         self.gpu, self.dropout, self.trains = gpu, dropout, trains
         self.n, self.heads, self.rows, self.width = query.shape
         self.kv_heads, self.columns = key.shape[1:3]
@@ -40,12 +41,12 @@ class Kernel:
         self.bias = None if bias is None else bias.requires_grad
         self.per_row = self.n * self.heads * self.rows  # rows of the scores in all heads and samples
         self.out = self.per_row * self.value_width * self.bytes  # bytes of the output
-        self.lse = (self.n, self.heads, self.rows)  # shape of the logarithms of the rows' sums
+        self.lse: tuple[int, ...] = (self.n, self.heads, self.rows)  # shape of the logarithms of the rows' sums
         keys = self.n * self.kv_heads * self.columns * self.bytes
         # Bytes of the gradients of query, key and value.
         self.gradients = self.per_row * self.width * self.bytes, keys * self.width, keys * self.value_width
 
-    def strides(self, like: torch.Tensor, shape) -> tuple[int, ...]:
+    def strides(self, like: T, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Of the output or a gradient of `shape`, made for the input `like`: packed, in the order of its dimensions."""
         if 0 in like.stride():
             return packed(range(4), shape)
@@ -56,7 +57,7 @@ class Kernel:
         return StorageAllocation(self.gpu, nbytes)
 
 
-def packed(order, shape) -> tuple[int, ...]:
+def packed(order: Iterable[int], shape: tuple[int, ...]) -> tuple[int, ...]:
     """Strides of a tensor whose dimensions lie in memory in this order, the first one outermost."""
     strides, step = [0] * len(shape), 1
     for dim in reversed(list(order)):
@@ -70,7 +71,7 @@ class Cudnn(Kernel):
 
     name = "_scaled_dot_product_cudnn_attention"
 
-    def __init__(self, *call):
+    def __init__(self, *call: Any):
         super().__init__(*call)
         self.lse = (*self.lse, 1)
 
@@ -82,7 +83,7 @@ class Cudnn(Kernel):
         with scratch(self.gpu, _CUDNN_OWN):
             return out, lse, seeds
 
-    def backward(self, gradient, out) -> list[StorageAllocation]:
+    def backward(self, gradient: T, out: T) -> list[StorageAllocation]:
         """Blocks of the gradients of query, key and value."""
         gradients = [self.allocate(nbytes) for nbytes in self.gradients]
         copies = [self.out] if gradient.stride(-1) != 1 else []  # as after out.sum()
@@ -110,11 +111,11 @@ class Flash(Kernel):
                 state = self.allocate(16)
         return out, lse, [state, unused]
 
-    def backward(self, gradient, out) -> list[StorageAllocation]:
+    def backward(self, gradient: T, out: T) -> list[StorageAllocation]:
         """Blocks of the gradients of query, key and value."""
         copies = [self.out for tensor in (gradient, out) if not tensor.transpose(1, 2).is_contiguous()]
         rows, keys = self.n * self.heads * rounded_up(self.rows, 128) * FLOAT, self.n * self.heads * self.columns
-        grouped = []  # before heads that share them are added up
+        grouped: list[int] = []  # before heads that share them are added up
         if self.heads != self.kv_heads:
             grouped = [keys * self.width * self.bytes] * 2
         with scratch(self.gpu, *copies):
@@ -155,11 +156,11 @@ class Efficient(Kernel):
 
     name = "_scaled_dot_product_efficient_attention"
 
-    def __init__(self, *call):
+    def __init__(self, *call: Any):
         super().__init__(*call)
         self.lse = (self.n, self.heads, rounded_up(self.rows, 32))
 
-    def strides(self, like: torch.Tensor, shape) -> tuple[int, ...]:
+    def strides(self, like: T, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Of the output or a gradient of `shape`: packed as (N, rows, heads, width)."""
         return packed((0, 2, 1, 3), shape)
 
@@ -172,7 +173,7 @@ class Efficient(Kernel):
                 pass
         return out, lse, []
 
-    def backward(self, gradient, out) -> list[StorageAllocation]:
+    def backward(self, gradient: T, out: T) -> list[StorageAllocation]:
         """Blocks of the gradients of query, key, value and, if it wants one, bias."""
         with ExitStack() as stack:
             if not gradient.transpose(1, 2).is_contiguous():
@@ -185,12 +186,12 @@ class Efficient(Kernel):
                 stack.enter_context(scratch(self.gpu, key * share, value * share))
             else:
                 gradients = [self.allocate(nbytes) for nbytes in (query, key, value)]
-            bias = []
+            bias: list[StorageAllocation] = []
             if self.bias:
                 bias = [self.allocate(self.per_row * rounded_up(self.columns, 16) * self.bytes)]
             kernel = _BackwardKernel(self)
             # The sum over each row of gradient times output: by the kernel, or by operators with temporaries.
-            rows, sums = self.per_row * FLOAT, []
+            rows, sums = self.per_row * FLOAT, list[int]()
             if not kernel.finds_delta:
                 sums = [self.per_row * self.value_width * FLOAT] * (3 if self.half else 1)
                 if self.heads > 1 and self.rows > 1:  # (N, rows, heads), copied to (N, heads, rows)

@@ -8,6 +8,7 @@ as in PyTorch (_scaled_dot_product_attention_math in aten/src/ATen/native/transf
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch.overrides import handle_torch_function, has_torch_function
@@ -16,11 +17,12 @@ from virtual_gpus.clock.cost import moves
 from virtual_gpus.dispatch.copies import is_transformed
 from virtual_gpus.dispatch.op_call import OpCall
 from virtual_gpus.entrance import entrance
-from virtual_gpus.features.attention.choice import EFFICIENT, FLASH, HALF, MATH, AttentionCall, choose
+from virtual_gpus.features.attention.choice import EFFICIENT, FLASH, HALF, MATH, AttentionCall, Mask, Scale, T, choose
 from virtual_gpus.features.attention.fused import KERNELS
 from virtual_gpus.features.attention.values import for_all_heads
 from virtual_gpus.features.autocast import casting
 from virtual_gpus.features.tensors.attributes import gpu_as_seen
+from virtual_gpus.machine import VirtualGPU
 from virtual_gpus.placement.storages import device_of, gpu_of, is_wrapper
 from virtual_gpus.placement.wrappers import arrived, is_dtensor
 from virtual_gpus.versions import ATTENTION_IN_THREE_DIMENSIONS
@@ -29,8 +31,9 @@ _raw = torch._C._nn.scaled_dot_product_attention
 
 
 def scaled_dot_product_attention(
-    query, key, value, attn_mask=None, dropout_p: float = 0.0, is_causal: bool = False, *, scale=None, enable_gqa=False
-) -> torch.Tensor:
+    query: Any, key: T, value: T, attn_mask: Mask = None, dropout_p: float = 0.0, is_causal: bool = False, *,
+    scale: Scale = None, enable_gqa: bool = False,
+) -> T:  # fmt: skip
     """torch.nn.functional's. (N, heads, T, width) each, output as query. Raises PyTorch's errors."""
     inputs = (query, key, value) if attn_mask is None else (query, key, value, attn_mask)
     rest = {"scale": scale, "enable_gqa": enable_gqa}
@@ -58,14 +61,16 @@ def _is_wrong(query: torch.Tensor, *others: torch.Tensor, dropout: float) -> boo
 
 @casting("scaled_dot_product_attention")
 @entrance
-def _on_gpu(query, key, value, mask, dropout: float, causal: bool, *, scale, enable_gqa) -> torch.Tensor:
-    if not gpu_of(query) is gpu_of(key) is gpu_of(value):
+def _on_gpu(
+    query: T, key: T, value: T, mask: Mask, dropout: float, causal: bool, *, scale: Scale, enable_gqa: bool
+) -> T:
+    gpu = gpu_of(query)
+    if gpu is None or not gpu is gpu_of(key) is gpu_of(value):
         q, k, v = map(device_of, (query, key, value))
         raise RuntimeError(
             "Expected query, key, and value to have the same device type, but got "
             f"query.device: {q} key.device: {k} and value.device: {v} instead."
         )
-    gpu = gpu_of(query)
     if gpu.machine.settings.version < ATTENTION_IN_THREE_DIMENSIONS or not query.dim() == key.dim() == value.dim() == 3:
         return _attention(gpu, query, key, value, mask, dropout, causal, scale, enable_gqa)
     query, key, value = (part.unsqueeze(0) for part in (query, key, value))
@@ -74,7 +79,9 @@ def _on_gpu(query, key, value, mask, dropout: float, causal: bool, *, scale, ena
     return _attention(gpu, query, key, value, mask, dropout, causal, scale, enable_gqa).squeeze(0)
 
 
-def _attention(gpu, query, key, value, mask, dropout, causal, scale, gqa) -> torch.Tensor:
+def _attention(
+    gpu: VirtualGPU, query: T, key: T, value: T, mask: Mask, dropout: float, causal: bool, scale: Scale, gqa: bool
+) -> T:
     version = gpu.machine.settings.version
     call = AttentionCall(query, key, value, mask, dropout, causal, gqa, gpu.spec.capability, version)
     backend = choose(call)
@@ -118,7 +125,7 @@ def _expanded(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor, backen
 # ---- the formula -----------------------------------------------------------------------------------------------------
 
 
-def _math(query, key, value, mask, dropout, causal, scale, gqa) -> torch.Tensor:
+def _math(query: T, key: T, value: T, mask: Mask, dropout: float, causal: bool, scale: Scale, gqa: bool) -> T:
     dtype = query.dtype
     if dtype in HALF and not torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed():
         query, key, value = query.float(), key.float(), value.float()
@@ -163,7 +170,7 @@ RECIPES = {"_safe_softmax": safe_softmax}
 COSTS = {"_safe_softmax": moves("safe_softmax")}
 
 
-def patches() -> list[tuple]:
+def patches() -> list[tuple[Any, str, Any]]:
     """See `features`."""
     owners = (torch.nn.functional, torch._C._nn)
     rows = [(owner, scaled_dot_product_attention.__name__, scaled_dot_product_attention) for owner in owners]

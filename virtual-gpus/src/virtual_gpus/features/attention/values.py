@@ -9,12 +9,14 @@ same again in the backward pass.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 import torch
 
-from virtual_gpus.features.attention.choice import HALF
+from virtual_gpus.features.attention.choice import HALF, T
 from virtual_gpus.features.half_precision import slow_types
 
+Found = tuple[T, T, T, T | None]  # gradients of query, key, value and a bias that wants one
 _fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _fused_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
@@ -24,7 +26,7 @@ class Numbers:
 
     __slots__ = ("causal", "dropout", "fused", "scale")
 
-    def __init__(self, query, key, value, bias, dropout: float, causal: bool, scale: float | None):
+    def __init__(self, query: T, key: T, value: T, bias: T | None, dropout: float, causal: bool, scale: float | None):
         self.dropout, self.causal, self.scale = dropout, causal, scale
         self.fused = not (
             dropout
@@ -33,65 +35,63 @@ class Numbers:
             or not (query.numel() and key.numel())
         )
 
-    def forward(self, query, key, value, bias, seed):
+    def forward(self, query: T, key: T, value: T, bias: T | None, seed: T | None) -> tuple[T, T | None]:
         """The output, and the logarithm of each row's sum (None if the CPU's kernel did not run)."""
         key, value = for_all_heads(query, key), for_all_heads(query, value)
         if self.fused:
             wide, bias = [_for_cpu(part) for part in (query, key, value)], _for_cpu(bias)
             out, lse = _fused(*wide, 0.0, self.causal, attn_mask=bias, scale=self.scale)
             return out.to(query.dtype), lse
-        bias = self._bias(bias, query, key)
+        added = self._bias(bias, query, key)
         parts = [
             self._weights(q, k, b, m)[0] @ _wide(v) * self._kept_scale
-            for q, k, v, b, m in zip(query, key, value, bias, self._masks(query, key, seed), strict=True)
+            for q, k, v, b, m in zip(query, key, value, added, self._masks(query, key, seed), strict=True)
         ]
         shape = (*query.shape[:3], value.shape[3])
         return torch.stack(parts).to(query.dtype) if parts else query.new_empty(shape), None
 
-    def backward(self, gradient, query, key, value, bias, out, lse, seed):
+    def backward(self, gradient: T, query: T, key: T, value: T, bias: T | None, out: T, lse: T, seed: T) -> Found:
         """Gradients of query, key, value and of a bias that wants one (else None)."""
         all_keys, all_values = for_all_heads(query, key), for_all_heads(query, value)
         if self.fused:
             wide, bias = [_for_cpu(part) for part in (gradient, query, all_keys, all_values, out)], _for_cpu(bias)
-            found = _fused_backward(*wide, lse, 0.0, self.causal, attn_mask=bias, scale=self.scale)
-            found = [*(part.to(query.dtype) for part in found), None]
+            parts = _fused_backward(*wide, lse, 0.0, self.causal, attn_mask=bias, scale=self.scale)
+            found: Found = *(part.to(query.dtype) for part in parts), None
         else:
             found = self._all_samples(gradient, query, all_keys, all_values, bias, seed)
         return found[0], _added_up(found[1], key), _added_up(found[2], value), found[3]
 
-    def _all_samples(self, gradient, query, key, value, bias, seed):
-        wants_bias = bias is not None and bias.requires_grad
+    def _all_samples(self, gradient: T, query: T, key: T, value: T, bias: T | None, seed: T) -> Found:
+        zeros, wanted = torch.zeros_like, bias if bias is not None and bias.requires_grad else None
         if not query.numel():
-            return *map(torch.zeros_like, (query, key, value)), torch.zeros_like(bias) if wants_bias else None
+            return zeros(query), zeros(key), zeros(value), None if wanted is None else zeros(wanted)
         added, masks = self._bias(bias, query, key), self._masks(query, key, seed)
         one_by_one = zip(gradient, query, key, value, added, masks, strict=True)
-        parts = zip(*(self._sample_backward(*sample) for sample in one_by_one), strict=True)
-        of_query, of_key, of_value, of_bias = (torch.stack(part) if wants_bias or i < 3 else None
-                                               for i, part in enumerate(parts))  # fmt: skip
-        dtype = query.dtype
-        return of_query.to(dtype), of_key.to(dtype), of_value.to(dtype), None if of_bias is None else of_bias.to(dtype)
+        *parts, of_bias = zip(*(self._sample_backward(*sample) for sample in one_by_one), strict=True)
+        of_query, of_key, of_value = (torch.stack(part).to(query.dtype) for part in parts)
+        return of_query, of_key, of_value, None if wanted is None else torch.stack(of_bias).to(query.dtype)
 
     @property
     def _kept_scale(self) -> float:
         """What stays after dropout counts 1 / (1 - p) times."""
         return 1 / (1 - self.dropout) if self.dropout < 1 else 0.0
 
-    def _bias(self, bias: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor | list[None]:
+    def _bias(self, bias: T | None, query: T, key: T) -> T | list[None]:
         """What is added to the scores of each sample: (heads or 1, rows, columns), or None."""
         if self.causal:
             bias = query.new_full((1, 1, query.shape[2], key.shape[2]), -math.inf).triu_(1)
         return [None] * len(query) if bias is None else bias.expand(len(query), -1, -1, -1)
 
-    def _masks(self, query: torch.Tensor, key: torch.Tensor, seed: int):
+    def _masks(self, query: T, key: T, seed: T | None) -> Iterable[T | None]:
         """Dropout's mask of each sample, True where a weight stays: 16 random bits each."""
-        if not self.dropout:
+        if seed is None or not self.dropout:
             return [None] * len(query)
         generator = torch._C.Generator("cpu").manual_seed(int(seed))
         shape = (*query.shape[1:3], key.shape[2])
         below = min(round((1 - self.dropout) * 65536) - 32768, 32767)
         return (_bits(math.prod(shape), generator).view(shape) < below for _ in range(len(query)))
 
-    def _weights(self, query, key, bias, mask):
+    def _weights(self, query: T, key: T, bias: T | None, mask: T | None) -> tuple[T, T]:
         """The weights of one sample after dropout (not yet scaled) and before."""
         query, key = _wide(query), _wide(key).transpose(-2, -1)
         scale = 1 / math.sqrt(query.shape[-1]) if self.scale is None else self.scale
@@ -101,7 +101,7 @@ class Numbers:
             weights = torch._safe_softmax(torch.baddbmm(_wide(bias).to(query.dtype), query, key, alpha=scale), -1)
         return weights if mask is None else weights * mask, weights
 
-    def _sample_backward(self, gradient, query, key, value, bias, mask):
+    def _sample_backward(self, gradient: T, query: T, key: T, value: T, bias: T | None, mask: T | None) -> Found:
         """Gradients of one sample's query, key, value and scores."""
         left, weights = self._weights(query, key, bias, mask)
         query, key, value, gradient = map(_wide, (query, key, value, gradient))
