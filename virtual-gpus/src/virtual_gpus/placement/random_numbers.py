@@ -7,6 +7,8 @@ import struct
 import threading
 import weakref
 from collections import OrderedDict
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 
@@ -20,7 +22,7 @@ _generators: weakref.WeakValueDictionary[int, Generator] = weakref.WeakValueDict
 
 def device_of_generator(generator: torch.Generator) -> torch.device:
     """The device that a generator draws for, also when C++ has wrapped it anew."""
-    made = _generators.get(generator._cdata)
+    made = _generators.get(generator._cdata)  # type: ignore  # not in PyTorch's stubs
     return generator.device if made is None else made.device
 
 
@@ -46,14 +48,17 @@ class Generator(torch._C.Generator, metaclass=_AnyGenerator):
     the same in every process; that is what DTensor asks for.
     """
 
-    def __new__(cls, device: torch.device | str | int = "cpu"):
-        made = super().__new__(cls, "cpu")
+    _device: Any  # a torch.device, which a checker takes for a descriptor
+    _seen: OrderedDict[tuple[int, int], torch.Tensor]  # (seed, offset) -> the CPU's state
+
+    def __new__(cls, device: torch.device | str | int = "cpu") -> Generator:
+        made: Any = super().__new__(cls, "cpu")  # type: ignore  # PyTorch's stubs have `__init__` in its place
         made._device = torch.device(device) if not isinstance(device, int) else torch.device("cuda", device)
         if made._device.type == "cuda" and made._device.index is None:
             machine = active()
             made._device = torch.device("cuda", machine.current if machine else 0)
         made._seed, made._offset = torch._C.Generator.initial_seed(made), 0
-        made._seen = OrderedDict()  # (seed, offset) -> the CPU's state
+        made._seen = OrderedDict()
         _generators[made._cdata] = made
         return made
 
@@ -96,7 +101,7 @@ class Generator(torch._C.Generator, metaclass=_AnyGenerator):
                 self._seen.popitem(last=False)
             return whole[:_STATE_BYTES]
 
-    def set_state(self, new_state: torch.Tensor) -> Generator:
+    def set_state(self, new_state: torch.Tensor) -> torch._C.Generator:
         """Go on from a state of `get_state`, or from a seed and an offset. Raises RuntimeError for another size."""
         if self._device.type != "cuda":
             return torch._C.Generator.set_state(self, new_state)
@@ -119,7 +124,7 @@ class Generator(torch._C.Generator, metaclass=_AnyGenerator):
         """A GPU's offset: four for each call of its random number engine, per thread."""
         return self._offset if self._device.type == "cuda" else torch._C.Generator.get_offset(self)
 
-    def set_offset(self, offset: int) -> Generator:
+    def set_offset(self, offset: int) -> torch._C.Generator:
         """Go on from another offset of the same seed."""
         if self._device.type != "cuda":
             return torch._C.Generator.set_offset(self, offset)
@@ -164,7 +169,7 @@ def count_draws(generator: torch.Generator, elements: int, multiprocessors: int 
 
     As `calc_execution_policy` in DistributionTemplates.h does.
     """
-    made = _generators.get(generator._cdata)
+    made = _generators.get(generator._cdata)  # type: ignore  # not in PyTorch's stubs
     if made is not None:
         blocks = min(multiprocessors * _BLOCKS_PER_MULTIPROCESSOR, -(-elements // _THREADS_PER_BLOCK)) or 1
         made._offset += _PER_CALL * max(1, -(-elements // (blocks * _THREADS_PER_BLOCK * _PER_CALL)))
@@ -182,7 +187,7 @@ _lending = threading.RLock()  # there is one CPU generator for all threads
 
 
 @contextlib.contextmanager
-def drawing_from(generator: torch.Generator):
+def drawing_from(generator: torch.Generator) -> Iterator[None]:
     """Lend the generator's state to the CPU's default one, for operators that take no generator argument."""
     with _lending:
         kept = torch.default_generator.get_state()
