@@ -168,12 +168,15 @@ def test_tensors_that_outlive_their_gpus_are_cpu_tensors():
     with virtual_gpus(4):
         x = torch.ones(3, device="cuda:3")
         loss = (weight.to("cuda:2") * 2).to("cuda:1").sum()
+        normalized = torch.nn.functional.rms_norm(x, (3,), weight.to("cuda:3")).sum()
     assert not x.is_cuda and (x + torch.ones(3)).sum().item() == 6.0 and x.cpu() is x and x.numpy().sum() == 3.0
     with virtual_gpus(2):  # other GPUs know nothing of them
         assert not x.is_cuda and (x + torch.ones(3)).device.type == "cpu" and x.to("cuda:1").is_cuda
         assert x.clone().untyped_storage().device.type == "cpu"
     loss.backward()
     assert weight.grad.tolist() == [2.0] * 3
+    normalized.backward()
+    assert weight.grad.tolist() == pytest.approx([3.0] * 3)
 
 
 def test_started_in_one_thread_and_stopped_in_another():

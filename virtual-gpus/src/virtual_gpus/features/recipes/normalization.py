@@ -10,6 +10,7 @@ where the CPU's is made of five operators (aten/src/ATen/native/layer_norm.cpp).
 from __future__ import annotations
 
 from math import prod
+from typing import Any
 
 import torch
 
@@ -20,6 +21,7 @@ from virtual_gpus.dispatch.op_call import OpCall
 from virtual_gpus.dispatch.timing import charge_kernel
 from virtual_gpus.entrance import entrance
 from virtual_gpus.features.recipes.packed_inputs import packed_copies
+from virtual_gpus.machine import VirtualGPU
 from virtual_gpus.memory_model import power_of_2
 from virtual_gpus.placement.storages import StorageAllocation, gpu_of, is_wrapper, nbytes, place_all, put, scratch
 from virtual_gpus.placement.wrappers import arrived, is_dtensor
@@ -129,6 +131,7 @@ def _blocks(rows: int, channels: int) -> int:
 
 # ---- RMS norm ------------------------------------------------------------------------------------------------------
 
+T, Shape, Weight, Eps = torch.Tensor, tuple[int, ...], torch.Tensor | None, float | None
 _raw_rms_norm = torch.rms_norm
 
 
@@ -136,7 +139,7 @@ class RMSNorm(torch.autograd.Function):
     """The fused kernel's memory: forward keeps one float per row, backward works in place of its results."""
 
     @staticmethod
-    def forward(ctx, input, weight, shape, eps, trains):
+    def forward(ctx: Any, input: T, weight: Weight, shape: Shape, eps: Eps, trains: bool) -> T:
         """(..., *shape) -> the same; numbers as the CPU's composite operator gives them."""
         result, kept = _rms_forward(input, weight, shape, eps, trains)
         ctx.save_for_backward(input, weight, kept)
@@ -144,7 +147,7 @@ class RMSNorm(torch.autograd.Function):
         return result
 
     @staticmethod
-    def backward(ctx, gradient):
+    def backward(ctx: Any, gradient: T) -> tuple[T | None, ...]:
         """Gradients of input and weight. Those that are differentiated again come from composite operators, as CUDA's
         do (`infinitely_differentiable_native_rms_norm_backward`)."""
         (input, weight, _), gradient = ctx.saved_tensors, arrived(gradient)
@@ -156,7 +159,7 @@ class RMSNorm(torch.autograd.Function):
         return *(next(found) if asked else None for asked in ctx.needs_input_grad[:2]), None, None, None
 
 
-def _rms_forward(input, weight, shape, eps, trains):
+def _rms_forward(input: T, weight: Weight, shape: Shape, eps: Eps, trains: bool) -> tuple[T, T]:
     gpu = gpu_of(input)
     result, kept = _below(gpu, _normalized, input, weight, shape, eps)
     place_all(result, gpu)
@@ -165,8 +168,10 @@ def _rms_forward(input, weight, shape, eps, trains):
     return result, kept
 
 
-def _rms_backward(input, weight, shape, eps, gradient):
+def _rms_backward(input: T, weight: Weight, shape: Shape, eps: Eps, gradient: T) -> tuple[T, T | None]:
     gpu = gpu_of(input)
+    if gpu is None:  # gradients may be asked for after the virtual GPUs have gone: then nothing is counted
+        return _gradients(input, weight, shape, eps, gradient)
     with scratch(gpu, 0 if gradient.is_contiguous() else nbytes(gradient)):
         gradients = _below(gpu, _gradients, input, weight, shape, eps, gradient)
         place_all(gradients, gpu)
@@ -174,30 +179,30 @@ def _rms_backward(input, weight, shape, eps, gradient):
     return gradients
 
 
-def _below(gpu, function, *args):
+def _below(gpu: VirtualGPU, function: Any, *args: Any) -> Any:
     """Compute below the accounting. PyTorch takes the operator apart in Python to find shapes, so they are kept."""
     with below():
         return known.computed(function, *args) if gpu.machine.shapes_only else function(*args)
 
 
-def _normalized(input, weight, shape, eps):
+def _normalized(input: T, weight: Weight, shape: Shape, eps: Eps) -> tuple[T, T]:
     """By the CPU's operator, and room for what the fused kernel keeps."""
     result = _raw_rms_norm(input.detach(), shape, None if weight is None else weight.detach(), eps)
     return result, torch.empty(input.numel() // max(1, torch.Size(shape).numel()), device=result.device)
 
 
-def _gradients(input, weight, shape, eps, gradient):
+def _gradients(input: T, weight: Weight, shape: Shape, eps: Eps, gradient: T) -> tuple[T, T | None]:
     """Those of the CPU's operator."""
     with torch.enable_grad():
         x = input.detach().requires_grad_()
         w = None if weight is None else weight.detach().requires_grad_()
         parts = [x] if w is None else [x, w]
         found = torch.autograd.grad(_raw_rms_norm(x, shape, w, eps), parts, gradient)
-        return found if w is not None else (found[0], None)
+        return found[0], found[1] if w is not None else None
 
 
 @entrance
-def rms_norm(input: torch.Tensor, normalized_shape: list[int], weight=None, eps=None) -> torch.Tensor:
+def rms_norm(input: T, normalized_shape: list[int], weight: Weight = None, eps: Eps = None) -> T:
     """`torch.rms_norm`, with the fused kernel's memory for a tensor on a GPU."""
     same = weight is None or weight.dtype == getattr(input, "dtype", None)
     transformed = torch._C._functorch.is_functorch_wrapped_tensor(input)
@@ -208,12 +213,12 @@ def rms_norm(input: torch.Tensor, normalized_shape: list[int], weight=None, eps=
     return _on_one_gpu(input, weight, tuple(normalized_shape), eps)
 
 
-def _on_one_gpu(input, weight, shape, eps):
+def _on_one_gpu(input: T, weight: Weight, shape: Shape, eps: Eps) -> T:
     trains = torch.is_grad_enabled() and any(part is not None and part.requires_grad for part in (input, weight))
     return RMSNorm.apply(arrived(input), weight, shape, eps, trains)
 
 
-def _rms_norm_on_each_rank(input, shape, weight, eps):
+def _rms_norm_on_each_rank(input: Any, shape: Shape, weight: Any, eps: Eps) -> T:
     """Of DTensors: each rank normalizes its own rows, and the weight's gradient is a sum over the ranks.
 
     What DTensor's strategy (torch/distributed/tensor/_ops/_math_ops.py) does where the rows are sharded; where the
