@@ -24,10 +24,10 @@ class Follower:
     ) -> None:
         """A collective or message in a queue of its group, behind what the current stream was given so far."""
 
-    def arrived(self, gpu: Any, arrival: Any) -> None:
+    def stream_waits(self, gpu: Any, arrival: Any) -> None:
         """The current stream waits for a collective."""
 
-    def tensors_arrived(self, gpu: Any, tensors: Iterable[Any]) -> None:
+    def stream_waits_for(self, gpu: Any, tensors: Iterable[Any]) -> None:
         """The current stream waits for the collectives that fill some tensors."""
 
     def host_waits(self, gpu: Any) -> None:

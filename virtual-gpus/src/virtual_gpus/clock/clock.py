@@ -237,7 +237,7 @@ class Clock:
             self.now = max([self.now, *self._threads.values()])
             self._threads = None
 
-    def meet(self, first: int, second: int) -> float:
+    def hand_over(self, first: int, second: int) -> float:
         """One thread of autograd hands work to another: both are as late as the later one. Returns that time."""
         if self._threads is None:
             return self.now

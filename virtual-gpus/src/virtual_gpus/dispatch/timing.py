@@ -188,9 +188,9 @@ def _host_copy(gpu: VirtualGPU, nbytes: int, pinned: bool, blocking: bool, inwar
 def _peer_copy(source: VirtualGPU, target: VirtualGPU, nbytes: int) -> None:
     """A copy from GPU to GPU. It waits for both current streams, and both wait for it."""
     clock = source.machine.clock
-    clock.meet(source.slot, target.slot)
+    clock.hand_over(source.slot, target.slot)
     now = clock.spend(clock.host.copy, source.slot)
-    clock.meet(source.slot, target.slot)
+    clock.hand_over(source.slot, target.slot)
     link = source.machine.topology.between(source.slot, target.slot)
     ends = (source.slot, source.stream, COPY_OUT), (target.slot, target.stream, COPY_IN)
     start = max(now, *(clock.ready(slot, lane) for slot, *lanes in ends for lane in lanes))

@@ -64,7 +64,7 @@ class Order:
         """What is given to a place from now on comes after `past`."""
         _join(self.past(place), past)
 
-    def meet(self, places: Sequence[Place]) -> None:
+    def join(self, places: Sequence[Place]) -> None:
         """Each of several places waits for all others."""
         for place in places:
             for other in places:
@@ -125,7 +125,7 @@ class OrderedClock(Clock):
 
     def join(self, *lanes: Place) -> None:
         """See `Clock`."""
-        self.order.meet(lanes)
+        self.order.join(lanes)
 
 
 def _moment(time: float, past: Past) -> Moment:
@@ -226,7 +226,7 @@ class RaceChecker(Follower):
         """A copy between two devices. blocking: whether the program asked the host to wait for it."""
         gpus = [gpu for gpu in (gpu_of(source), gpu_of(target)) if gpu is not None]
         places = [(gpu.slot, gpu.stream) for gpu in gpus]
-        self._order.meet(places)  # a copy from GPU to GPU waits for both streams, and both wait for it
+        self._order.join(places)  # a copy from GPU to GPU waits for both streams, and both wait for it
         works = _IssuedByGPU(self._order, "copy_")
         for tensor in (source, target):
             if gpu_of(tensor) is not None:
@@ -238,7 +238,7 @@ class RaceChecker(Follower):
                 self._note(self._of_host.setdefault(pinned, []), work, tensor, tensor is target)
             else:
                 self._order.wait(_HOST, work.past)
-        self._order.meet(places)
+        self._order.join(places)
 
     def collective(
         self, gpu: VirtualGPU, queue: str, name: str, reads: Iterable[torch.Tensor], writes: Iterable, arrival: Any
@@ -254,18 +254,18 @@ class RaceChecker(Follower):
         for tensor in writes:
             self._access(tensor, True, works)
 
-    def arrived(self, gpu: VirtualGPU, arrival: Any) -> None:
+    def stream_waits(self, gpu: VirtualGPU, arrival: Any) -> None:
         """The current stream waits for a collective."""
         if getattr(arrival, "past", None):
             self._order.wait((gpu.slot, gpu.stream), arrival.past)
 
-    def tensors_arrived(self, gpu: VirtualGPU, tensors: Iterable[torch.Tensor]) -> None:
+    def stream_waits_for(self, gpu: VirtualGPU, tensors: Iterable[torch.Tensor]) -> None:
         """The current stream waits for the collectives that fill some tensors."""
         for tensor in tensors:
             allocation = allocation_of(tensor)
             history = None if allocation is None else self._of_blocks.get(id(allocation))
             for access in history.accesses if history else ():
-                self.arrived(gpu, access.work.arrival)
+                self.stream_waits(gpu, access.work.arrival)
 
     def host_waits(self, gpu: VirtualGPU) -> None:
         """The host waits for the current stream."""

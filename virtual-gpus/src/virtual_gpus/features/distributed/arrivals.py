@@ -113,7 +113,7 @@ def await_work(work: Any) -> None:
     gpu, arrival = _ends.get(work, (None, None))
     if arrival is None:
         return
-    gpu.machine.follower.arrived(gpu, arrival)
+    gpu.machine.follower.stream_waits(gpu, arrival)
     if arrival.known:
         gpu.machine.clock.hold(gpu.slot, gpu.stream, arrival.time())
 

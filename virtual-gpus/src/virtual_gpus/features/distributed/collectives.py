@@ -60,7 +60,7 @@ def meet(call: OpCall, gpus: Sequence[VirtualGPU | None]) -> Meeting | None:
     nbytes = _size(kind, call.args[:2], group)
     if kind == "all_gather" and call.func.namespace != "c10d":
         nbytes *= group.size()  # of the result, which is not there yet
-    what = "" if groups.is_alone(group) else purpose(call, kind, nbytes, group)
+    what = "" if groups.is_fake_group(group) else purpose(call, kind, nbytes, group)
     return _meet(gpu, group, kind, what, nbytes, call.tensors)
 
 
@@ -74,7 +74,7 @@ def charge_collective(call: OpCall, gpus: Sequence[VirtualGPU | None], result: A
         return
     if name in ("wait_tensor", "wait_tensors"):
         await_tensors(gpu, call.tensors)
-        gpu.machine.follower.tensors_arrived(gpu, call.tensors)
+        gpu.machine.follower.stream_waits_for(gpu, call.tensors)
         return
     group = _group_of(call)
     if type(group) is not torch.distributed.ProcessGroup:  # of a class in Python, which has no backend and no links
@@ -120,8 +120,8 @@ def _meet(
     groups.first_gpu_of.setdefault(group, gpu)
     lane = lane_of(group, kind)
     began = begins(gpu, lane, tensors)
-    if groups.is_alone(group):
-        return Meeting(gpu, lane, began, began, groups.links_when_alone(gpu, group), nbytes)
+    if groups.is_fake_group(group):
+        return Meeting(gpu, lane, began, began, groups.fake_links(gpu, group), nbytes)
     count(group)
     connect(group)
     try:
@@ -200,7 +200,7 @@ def run(call: OpCall) -> Any:
     elif groups.kind_of(call.op.base) and type(_group_of(call)) is torch.distributed.ProcessGroup:
         return _carry_out(call, gpus, lambda result: foreach_ops.place_rows(columns, gpus, result), meeting)
     else:
-        result = _issue(call)
+        result = _run_in_carrier(call)
         foreach_ops.place_rows(columns, gpus, result)
     charge_collective(call, gpus, result, meeting)
     return result
@@ -244,7 +244,7 @@ def _carry_out(
     makes is copied. The collective is over when this returns. That delays no rank: all ranks have come by then
     (`meet`), and how long a collective takes on GPUs is for the clock to say.
     """
-    sent = _issue(call, _same_bytes)
+    sent = _run_in_carrier(call, _same_bytes)
     makes_tensors = call.func.namespace != "c10d" and not call.op.written
     try:
         result = None if makes_tensors else alone.answer(call)
@@ -263,7 +263,7 @@ def _carry_out(
     return result
 
 
-def _issue(call: OpCall, stand_in: Callable[[torch.Tensor], torch.Tensor] | None = None) -> Any:
+def _run_in_carrier(call: OpCall, stand_in: Callable[[torch.Tensor], torch.Tensor] | None = None) -> Any:
     """Run the operator in the group that gloo has for it (`carrier`), with a stand-in for each of its tensors."""
     group, given = _group_of(call), (call.args, call.kwargs)  # `wait_tensor` has no group
     other = None if group is None else groups.carriers.get(group)
@@ -304,8 +304,8 @@ def _await(sent: Any, result: Any) -> None:
         if groups.is_boxed(part, "Work"):
             torch.distributed.Work.unbox(part).wait()
         elif result is not None:
-            arrived = torch.ops._c10d_functional.wait_tensor(part)
-            (result if isinstance(result, list) else [result])[i].copy_(arrived)
+            received = torch.ops._c10d_functional.wait_tensor(part)
+            (result if isinstance(result, list) else [result])[i].copy_(received)
 
 
 def _size(kind: str, given: Sequence[Any], group: torch.distributed.ProcessGroup) -> int:

@@ -59,13 +59,13 @@ def carrier(group: torch.distributed.ProcessGroup) -> torch.distributed.ProcessG
     return carriers.get(group, group)
 
 
-def is_alone(group: torch.distributed.ProcessGroup) -> bool:
+def is_fake_group(group: torch.distributed.ProcessGroup) -> bool:
     """True if no other process answers in a group: that of PyTorch's backend "fake", whose ranks are not there."""
     fake = torch._C._distributed_c10d.FakeProcessGroup
     return any(isinstance(group._get_backend(device), fake) for device in group._device_types[:1])
 
 
-def links_when_alone(gpu: VirtualGPU, group: torch.distributed.ProcessGroup) -> GroupLinks:
+def fake_links(gpu: VirtualGPU, group: torch.distributed.ProcessGroup) -> GroupLinks:
     """The links of a group in which this process is alone. Its members are counted once, not at every collective."""
     known = _links.get(group)
     if known is None or known[0].machine is not gpu.machine:

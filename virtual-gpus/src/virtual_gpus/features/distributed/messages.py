@@ -17,7 +17,7 @@ import torch
 
 from virtual_gpus.clock.traffic import message_seconds
 from virtual_gpus.features.distributed.arrivals import Arrival, Lane, begins, gpu_bytes, lane_of, note, occupy
-from virtual_gpus.features.distributed.groups import carrier, first_gpu_of, host_and_slot, is_alone, links_when_alone
+from virtual_gpus.features.distributed.groups import carrier, fake_links, first_gpu_of, host_and_slot, is_fake_group
 from virtual_gpus.machine import VirtualGPU
 from virtual_gpus.threads import below
 
@@ -43,11 +43,11 @@ def send_or_receive(name: str, gpu: VirtualGPU, group, tensors: list[torch.Tenso
     began = begins(gpu, lane, tensors)
     here = host_and_slot(gpu)
     end: float | Callable[[], float]
-    if is_alone(group):  # the other side is ready when this one is
+    if is_fake_group(group):  # the other side is ready when this one is
         ranks = torch.distributed.get_process_group_ranks(group)
         other = ranks[(group.rank() + 1) % group.size() if peer is None else peer]  # any: the next is as good as others
         here, there = (gpu.machine.settings.host_and_slot(rank) for rank in (ranks[group.rank()], other))
-        end = began + message_seconds(gpu.machine.topology, here, there, nbytes, links_when_alone(gpu, group).across)
+        end = began + message_seconds(gpu.machine.topology, here, there, nbytes, fake_links(gpu, group).across)
     else:
         end = _tell_or_ask(sends, gpu, group, lane, began, nbytes, peer, tag)
     if not callable(end):

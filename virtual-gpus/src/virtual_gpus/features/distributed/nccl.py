@@ -226,7 +226,7 @@ def _by_nccls_rules(name: str, function: Callable) -> Callable:
                 work = function(group, *args, **rest)
             else:
                 with torch.no_grad():  # not a decorator, whose frame of PyTorch's would be in every traceback
-                    work = _issue(group, name, function, list(args), rest)
+                    work = _by_gloo(group, name, function, list(args), rest)
                 if work is not None and name in _MESSAGES:
                     _messages.add(work)
                 if work is not None and group in _open:
@@ -267,7 +267,7 @@ def _operation(values: Sequence[Any]) -> Any:
     return opts.reduceOp if opts is not None else next((v for v in values if isinstance(v, kinds)), None)
 
 
-def _issue(group: Any, name: str, function: Callable, args: list[Any], rest: dict[str, Any]) -> Any:
+def _by_gloo(group: Any, name: str, function: Callable, args: list[Any], rest: dict[str, Any]) -> Any:
     args += [rest.pop(key) for key in list(rest) if tensors_in(rest[key])]
     if name in _INTO_ONE:
         one = getattr(group, _INTO_ONE[name])
