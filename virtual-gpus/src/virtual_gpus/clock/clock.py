@@ -158,6 +158,11 @@ class Track:
         busy = sum(max(0.0, min(end, now) - max(start, since)) for start, end in spans)
         return busy / (now - since) if now > since else 0.0
 
+    def arrival_of(self, allocation: object) -> Any:
+        """What says when a collective fills a storage; None if nothing is on its way there."""
+        arrival, owner = self.late.get(id(allocation), (None, None))
+        return arrival if owner is not None and owner() is allocation else None
+
     @property
     def done(self) -> float:
         """When all work issued so far is done."""

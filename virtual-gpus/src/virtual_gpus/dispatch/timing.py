@@ -206,18 +206,17 @@ def await_tensors(gpu: VirtualGPU, tensors: Iterable[torch.Tensor]) -> None:
     Another thread or a finalizer may launch a collective or forget one meanwhile, so this goes through a copy.
     """
     clock, stream = gpu.machine.clock, gpu.stream
-    late = clock.tracks[gpu.slot].late
-    if not late:
+    track = clock.tracks[gpu.slot]
+    if not track.late:
         return
     ready = clock.ready(gpu.slot, stream)
     for tensor in tensors:
-        allocation = allocation_of(tensor)
-        arrival, owner = late.get(id(allocation), (None, None))
-        if arrival is not None and owner() is allocation:
+        arrival = track.arrival_of(allocation_of(tensor))
+        if arrival is not None:
             clock.hold(gpu.slot, stream, arrival.time())
-    for key, (arrival, owner) in late.copy().items():
+    for key, (arrival, owner) in track.late.copy().items():
         if owner() is None or (arrival.known and arrival.time() <= ready):
-            late.pop(key, None)
+            track.late.pop(key, None)
 
 
 # ---- what the formulas say -------------------------------------------------------------------------------------------

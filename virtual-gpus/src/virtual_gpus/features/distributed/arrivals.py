@@ -68,11 +68,10 @@ def begins(gpu: VirtualGPU, lane: Lane, tensors: Iterable[torch.Tensor]) -> floa
     clock = gpu.machine.clock
     now = clock.spend(clock.host.operator, gpu.slot)
     begins = max(now, clock.ready(gpu.slot, gpu.stream), *(clock.ready(gpu.slot, queue) for queue in lane.after))
-    late = clock.tracks[gpu.slot].late
-    for tensor in tensors if late else ():
-        allocation = allocation_of(tensor)
-        arrival, owner = late.get(id(allocation), (None, None))
-        if arrival is not None and arrival.known and owner() is allocation:
+    track = clock.tracks[gpu.slot]
+    for tensor in tensors if track.late else ():
+        arrival = track.arrival_of(allocation_of(tensor))
+        if arrival is not None and arrival.known:
             begins = max(begins, arrival.time())
     return begins
 
