@@ -3,6 +3,7 @@
 import copy
 import gc
 import os
+from multiprocessing.pool import ThreadPool
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 from virtual_gpus import NotModelled, record_timeline, record_training, virtual_gpus
+from virtual_gpus.features.distributed import one_rank
 from virtual_gpus.settings import INSTALLED
 
 
@@ -94,6 +96,21 @@ def test_the_other_ranks_hold_what_this_one_holds(capfd):
         counts = torch.tensor([1, 2])  # on the CPU, as programs count their samples
         dist.all_reduce(counts, group=dist.new_group(backend="gloo"))
         assert counts.tolist() == [2, 4]
+
+
+def test_a_reduction_has_the_operation_of_its_own_thread(monkeypatch):
+    """Before PyTorch 2.14, C++ does not tell which operation it carries out, as it does for DDP."""
+    monkeypatch.delattr(dist.ReduceOp, "unbox", raising=False)
+    with virtual_gpus(1, rank=0, world_size=2), ThreadPool(1) as other:
+        dist.init_process_group("nccl")
+        maximum = one_rank.reducing(dist.ReduceOp.MAX)
+        other.apply(maximum.__enter__)
+        net = nn.Linear(4, 4).cuda()
+        copied = DistributedDataParallel(copy.deepcopy(net))
+        for each in (net, copied):
+            each(torch.ones(2, 4, device="cuda")).sum().backward()
+        torch.testing.assert_close(copied.module.weight.grad, net.weight.grad)
+        other.apply(maximum.__exit__, (None, None, None))
 
 
 def test_the_report_says_what_fills_the_gpu_and_where_the_time_goes():

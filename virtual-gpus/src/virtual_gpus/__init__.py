@@ -19,7 +19,7 @@ timeline:
     t.plot(), t.save("step.json")
 
 A job of a thousand GPUs can be asked whether it fits, and how long a step would be, by running one of its ranks: see
-`help("virtual_gpus.processes.one_rank")` and `record_training`.
+`help("virtual_gpus.features.distributed.one_rank")` and `record_training`.
 
 `python -m benchmarks.clock` compares the clock with a real H200. The modelled kernels of nine training steps take 1 to
 10 % less time than the real ones (median 2 %). The wall times are within 24 % (median 17 %). Each of 119 timings of

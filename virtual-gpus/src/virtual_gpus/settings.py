@@ -104,7 +104,7 @@ class Settings:
     rank: int | None = _setting(
         None,
         "with world_size: be one rank of a job of `world_size` ranks, whose other ranks do not exist. Each host of the "
-        'job has `count` GPUs. `help("virtual_gpus.processes.one_rank")` says what the program sees',
+        'job has `count` GPUs. `help("virtual_gpus.features.distributed.one_rank")` says what the program sees',
         "--as-rank",
         feature="distributed",
         type=int,

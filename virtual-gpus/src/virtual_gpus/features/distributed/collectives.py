@@ -25,7 +25,7 @@ from virtual_gpus.dispatch import foreach_ops
 from virtual_gpus.dispatch.op_call import OpCall
 from virtual_gpus.dispatch.routes import on_host
 from virtual_gpus.dispatch.timing import await_tensors
-from virtual_gpus.features.distributed import alone, groups
+from virtual_gpus.features.distributed import groups, one_rank
 from virtual_gpus.features.distributed.agreement import CollectiveMismatch, count, mismatch, number, purpose
 from virtual_gpus.features.distributed.arrivals import Arrival, Lane, begins, gpu_bytes, lane_of, note, occupy, on_gpus
 from virtual_gpus.features.distributed.messages import RECEIVES, SENDS, on_their_way, send_or_receive
@@ -183,20 +183,21 @@ def _gathered(group: torch.distributed.ProcessGroup, what: str, mine: torch.Tens
 def run(call: OpCall) -> Any:
     """The route of collectives and messages."""
     if call.op.base == "_wrap_tensor_autograd" and call.gpu is not None:
-        return unawaited(call)
+        from torch.distributed._functional_collectives import AsyncCollectiveTensor  # loaded, since it was called
+
+        # It waits when it is first used. PyTorch's shape function makes a new tensor instead, for which nothing would.
+        return AsyncCollectiveTensor(call.args[0])
     if call.gpu is None:
-        if alone.answers(call):
-            return alone.collective(call)
+        if one_rank.fill(call):
+            return _answer(call)
         # What C++ sends by operators of c10d may be numbers that CUDA would have on the GPU: those of DDP's reducer.
         if call.func.namespace != "c10d" and "group_name" in call.op.names:
             groups.require_backend(_group_of(call), "cpu")  # of NCCL's groups; methods of a group say so themselves
         return on_host(call)
     columns, gpus = foreach_ops.columns_of(call)
     meeting = meet(call, gpus)
-    if call.gpu.machine.shapes_only:
-        result = alone.answer(call)
-    elif alone.answers(call):
-        result = alone.collective(call)
+    if call.gpu.machine.shapes_only or one_rank.fill(call):
+        result = _answer(call)
     elif groups.kind_of(call.op.base) and type(_group_of(call)) is torch.distributed.ProcessGroup:
         return _carry_out(call, gpus, lambda result: foreach_ops.place_rows(columns, gpus, result), meeting)
     else:
@@ -209,15 +210,38 @@ def run(call: OpCall) -> Any:
 ROUTES = {"collective": run}
 
 
-def unawaited(call: OpCall) -> torch.Tensor:
-    """`_wrap_tensor_autograd`: the result of a functional collective as a tensor that waits when it is first used.
+def _answer(call: OpCall) -> Any:
+    """What a collective on tensors without values returns: no numbers are sent, and it is done at once.
 
-    It has no memory but that of the tensor inside. PyTorch's shape function makes a new tensor instead, for which
-    no operator would wait.
+    The ranks still tell each other the time (`meet`), so they wait for each other.
     """
-    from torch.distributed._functional_collectives import AsyncCollectiveTensor  # loaded, since it was called
+    from torch._C._distributed_c10d import _create_work_from_future  # not in builds without distributed
 
-    return AsyncCollectiveTensor(call.args[0])
+    if call.func.namespace != "c10d":
+        return _functional(call)
+    written = call.args[0]
+    tensors = list(written) if isinstance(written, (list, tuple)) else [written]
+    future = torch.futures.Future()
+    future.set_result(list(tensors[0]) if tensors and isinstance(tensors[0], (list, tuple)) else tensors)
+    work, results = _create_work_from_future(future).boxed(), len(call.func._schema.returns)
+    return (None, work, (written, work))[results]  # two results: the tensors that were written, and the work
+
+
+def _functional(call: OpCall) -> Any:
+    """What a functional collective returns: the tensor that it was given to write or to wait for, or else a new one.
+
+    PyTorch's shape functions make new tensors of all, as a trace wants them. That would be a second block, which no
+    collective fills, so it would never be waited for.
+    """
+    if call.op.base in ("wait_tensor", "wait_tensors", "irecv"):
+        return call.args[0]
+    if call.op.written:
+        return call[next(iter(call.op.written))]
+    made = call.compute()
+    if call.op.base == "shard_dim_alltoall":  # its shape function may cut the result out of what all ranks have
+        with below():
+            made = torch.empty_like(made)
+    return call.place(made)
 
 
 # ---- tensors and groups ----------------------------------------------------------------------------------------------
@@ -247,7 +271,7 @@ def _carry_out(
     sent = _run_in_carrier(call, _same_bytes)
     makes_tensors = call.func.namespace != "c10d" and not call.op.written
     try:
-        result = None if makes_tensors else alone.answer(call)
+        result = None if makes_tensors else _answer(call)
         if makes_tensors:
             with below(), torch.no_grad():
                 result = [torch.empty_like(t) for t in sent] if isinstance(sent, list) else torch.empty_like(sent)

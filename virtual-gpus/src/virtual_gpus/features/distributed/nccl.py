@@ -22,9 +22,9 @@ import torch
 from virtual_gpus import errors
 from virtual_gpus.entrance import entrance
 from virtual_gpus.errors import scalar_type
-from virtual_gpus.features.distributed import alone
 from virtual_gpus.features.distributed.arrivals import await_work, give_to_future, remember
 from virtual_gpus.features.distributed.groups import is_nccl, require_backend
+from virtual_gpus.features.distributed.one_rank import reducing, runs_alone
 from virtual_gpus.machine import active
 from virtual_gpus.patches.table import Patch, around
 from virtual_gpus.placement.storages import gpu_of, is_fake, is_wrapper, nbytes, scratch, tensors_in
@@ -212,15 +212,14 @@ def _by_nccls_rules(name: str, function: Callable) -> Callable:
         tensors = tensors_in((*args, *rest.values()))
         if this_thread.inside or not tensors or any(is_fake(type(t)) or is_wrapper(type(t)) for t in tensors):
             return function(group, *args, **rest)
-        is_alone = active().settings.rank is not None
         on_gpu = any(gpu_of(tensor) is not None for tensor in tensors)
         if on_gpu or not active().shapes_only:  # else they carry objects, see `process_groups._get_object_coll_device`
             require_backend(group, "cuda" if on_gpu else "cpu")
         with _through_a_flat_tensor(name, args):
             if on_gpu and is_nccl(group):
                 _check(name, tensors)
-            if is_alone:  # nothing is sent
-                with alone.reducing(_operation((*args, *rest.values()))):
+            if runs_alone(active()):  # nothing is sent
+                with reducing(_operation((*args, *rest.values()))):
                     work = function(group, *args, **rest)
             elif not on_gpu or not is_nccl(group):
                 work = function(group, *args, **rest)
@@ -332,7 +331,7 @@ def _get_future(function: Callable, self) -> torch.futures.Future:
 
 def _start_coalescing(function: Callable, group: torch.distributed.ProcessGroup, device: torch.device) -> Any:
     """Gloo cannot put collectives together: they go one by one, and `_end_coalescing` gives one Work for all."""
-    if not is_nccl(group) or active().settings.rank is not None:
+    if not is_nccl(group) or runs_alone(active()):
         return function(group, device)
     _open[group] = []
 

@@ -3,7 +3,7 @@
 A group whose backend for GPUs is "nccl" is made with gloo, and remembers what was asked for. To a program it is a group
 of NCCL: `get_backend` and the devices of the group say so. `nccl` has the rules for its collectives.
 
-As one rank of many (`processes.one_rank`), every group is PyTorch's "fake" one, and remembers what was asked for.
+As one rank of many (`one_rank`), every group is PyTorch's "fake" one, and remembers what was asked for.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
-import importlib
 import inspect
 import os
 import sys
@@ -23,16 +22,15 @@ from typing import Any
 
 import torch
 
-from virtual_gpus import errors
 from virtual_gpus.features.cuda.devices import gpu_at
 from virtual_gpus.features.distributed.collectives import charge_barrier
 from virtual_gpus.features.distributed.groups import backends_of, carrier, carriers, first_gpu_of, require_backend
 from virtual_gpus.features.distributed.messages import until_times_have_arrived
+from virtual_gpus.features.distributed.one_rank import require_its_rank, runs_alone
 from virtual_gpus.features.distributed.whereabouts import leave_word
-from virtual_gpus.machine import VirtualGPU, VirtualMachine, active
+from virtual_gpus.machine import VirtualGPU, active
 from virtual_gpus.patches.table import Patch, around
-from virtual_gpus.processes import one_rank
-from virtual_gpus.settings import INSTALLED, Settings
+from virtual_gpus.settings import INSTALLED
 from virtual_gpus.versions import GLOO_SPLITS
 
 _GLOO_FINISHES_IN_S = 1.0  # it needs microseconds, once the lock is free and a core too
@@ -56,17 +54,12 @@ def _new_process_group_helper(function: Callable, *args: Any, **kwargs: Any) -> 
     devices = dict(config.get_device_backend_map())
     gpu = given.pop("device_id", None)  # binds a rank to its GPU for NCCL; gloo refuses it
     has_nccl = any(str(backend).startswith("nccl") for backend in devices.values())
-    settings = active().settings
-    is_alone = settings.rank is not None
+    is_alone = runs_alone(active())
     if has_nccl or is_alone:
         given.pop("backend_options", None)
         given["backend"] = "fake" if is_alone else "gloo"
-    rank, ranks = given["group_rank"], given["group_size"]
-    if is_alone and not given["global_ranks_in_group"] and (rank, ranks) != (settings.rank, settings.world_size):
-        raise ValueError(
-            f"The program makes a process group as rank {rank} of {ranks}, but it runs as rank {settings.rank} of "
-            f"{settings.world_size}. Let it read RANK and WORLD_SIZE from the environment, as under torchrun."
-        )
+    if is_alone and not given["global_ranks_in_group"]:
+        require_its_rank(given["group_rank"], given["group_size"])
     if has_nccl and torch.distributed.get_debug_level() == torch.distributed.DebugLevel.DETAIL:
         # Else PyTorch wraps gloo's group to compare the ranks' collectives, as `agreement` does for those of GPU
         # tensors in any case, and DDP's logger takes the wrapper for gloo's group itself: the process dies (2.15;
@@ -106,7 +99,7 @@ def _destroy(function: Callable, group: Any = None) -> None:
     If DDP's reducer holds the last reference to the group and goes while a thread needs Python's lock, it waits for the
     thread with the lock in its hand, for ever.
     """
-    if active() is None or active().settings.rank is None:
+    if not runs_alone(active()):
         _until_threads_rest()
         if group in (None, torch.distributed.group.WORLD) and torch.distributed.is_initialized():
             leave_word("has left: it ended its process group")
@@ -151,42 +144,10 @@ def _end(group: Any) -> None:
     torch._C._distributed_c10d._unregister_process_group(group.group_name)
 
 
-def _rendezvous(function: Callable, url: str, rank: int = -1, world_size: int = -1, **kwargs: Any) -> Any:
-    """How the ranks meet. One rank of many meets no other, wherever it was told to."""
-    settings = active().settings
-    if settings.rank is None:
-        yield from function(url, rank, world_size, **kwargs)
-        return
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    yield FakeStore(), settings.rank if rank < 0 else rank, settings.world_size if world_size < 0 else world_size
-
-
 def _splitting(function: Callable, parent_pg=None, split_ranks=None, timeout=None, pg_options=None, group_desc=None):
     """DeviceMesh splits groups that are bound to a GPU. Gloo and "fake" can be split since `GLOO_SPLITS`."""
     groups = [torch.distributed.new_group(ranks, timeout=timeout, group_desc=group_desc) for ranks in split_ranks or ()]
     return next((group for group in groups if isinstance(group, torch.distributed.ProcessGroup)), None)
-
-
-def start(machine: VirtualMachine) -> None:
-    """One rank of many has the environment of torchrun."""
-    if machine.settings.rank is not None:
-        machine.variables |= one_rank.variables(machine.settings)
-        one_rank.say_that_it_is_alone(machine.settings)
-
-
-def stop(machine: VirtualMachine) -> None:
-    """End the groups of one rank of many: its machine goes off, and no other process waits for them."""
-    if machine.settings.rank is None or machine is not active() or not torch.distributed.is_available():
-        return
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
-    if "torch.distributed.tensor._api" not in sys.modules:
-        return
-    # DTensor keeps answers by the mesh, which compares equal for the next rank, whose answers are others.
-    importlib.import_module("torch.distributed.tensor.debug")._clear_sharding_prop_cache()
-    sys.modules["torch.distributed.tensor._redistribute"]._gen_transform_infos.cache_clear()
-    sys.modules["torch.distributed.tensor._random"]._rng_tracker = None
 
 
 def _device_types(raw: Any) -> property:
@@ -202,62 +163,6 @@ def _device_types(raw: Any) -> property:
 def _get_object_coll_device(function: Callable, group: Any = None) -> str:
     """The device on which objects travel: the computer's memory if GPU tensors keep no values (shapes_only)."""
     return "cpu" if active().shapes_only else function(group)
-
-
-def _asker() -> str:
-    """The module that called the patch (`around`) that calls this function."""
-    return sys._getframe(3).f_globals.get("__name__", "")
-
-
-def _get_backend_name(function: Callable, group: Any = None) -> str:
-    """`get_backend`. torch.distributed.pipelining leaves out what needs another rank's answer if it is "fake".
-
-    It does so for a rank that is alone, and where tensors have no values, because it asks for the answer's value.
-    """
-    machine = active()
-    has_no_answer = machine.settings.rank is not None or machine.shapes_only
-    return "fake" if has_no_answer and _asker().startswith("torch.distributed.pipelining") else function(group)
-
-
-def _gather_object(function: Callable, *args: Any, **kwargs: Any) -> Any:
-    """One rank of many gets its own object from everyone, which makes no checkpoint."""
-    if active().settings.rank is not None and _asker().startswith("torch.distributed.checkpoint"):
-        raise _no_checkpoint_of_others(active().settings)
-    return function(*args, **kwargs)
-
-
-def _objects_from_another(function: Callable, *args: Any, **kwargs: Any) -> Any:
-    """A function that receives objects from the rank `src`. One rank of many cannot know what they would be."""
-    settings, given = active().settings, inspect.signature(function).bind(*args, **kwargs)
-    if settings.rank is not None:
-        given.apply_defaults()
-        group, source, in_group = (given.arguments[name] for name in ("group", "src", "group_src"))
-        if in_group is not None:
-            source = torch.distributed.get_global_rank(group or torch.distributed.group.WORLD, in_group)
-        elif source is None and function.__name__ != "recv_object_list":
-            source = 0
-        if source != settings.rank:
-            raise _nothing_from(source, settings, function.__name__)
-    return function(*args, **kwargs)
-
-
-def _nothing_from(source: int | None, settings: Settings, function: str) -> errors.NotModelled:
-    """The error of a program that asks for the objects of a rank that does not exist. source: None for any rank."""
-    whose = "another rank" if source is None else f"rank {source}"
-    return errors.NotModelled(
-        f"torch.distributed.{function} would receive objects from {whose}, but only rank {settings.rank} of "
-        f"{settings.world_size} exists, so they are not known. "
-        + (f"Run as that rank (rank={source}), or give" if source is not None else "Give")
-        + " the program these objects in another way. A stage of a pipeline needs its input_args and output_args."
-    )
-
-
-def _no_checkpoint_of_others(settings: Settings) -> errors.NotModelled:
-    """The error of torch.distributed.checkpoint, which plans with what every rank holds."""
-    return errors.NotModelled(
-        "torch.distributed.checkpoint needs to know what every rank holds, but only rank "
-        f"{settings.rank} of {settings.world_size} exists. Leave the checkpoint out of this run."
-    )
 
 
 def _get_backend(function: Callable, group: torch.distributed.ProcessGroup, device: torch.device) -> Any:
@@ -339,7 +244,6 @@ def patches() -> list[Patch]:
     destroy = around(c10d.destroy_process_group, _destroy)
     rows: list[Patch] = [
         (c10d, "_new_process_group_helper", around(c10d._new_process_group_helper, _new_process_group_helper)),
-        (c10d, "rendezvous", around(c10d.rendezvous, _rendezvous)),
         (c10d, "_get_object_coll_device", around(c10d._get_object_coll_device, _get_object_coll_device)),
         (c10d, "_get_split_source", lambda *args: None),  # only NCCL makes a group's communicator out of another's
         (group, "_device_types", _device_types(vars(group)["_device_types"])),
@@ -347,11 +251,6 @@ def patches() -> list[Patch]:
         (group, "barrier", around(group.barrier, _barrier)),
     ]
     rows += [(owner, "destroy_process_group", destroy) for owner in (c10d, torch.distributed)]
-    rows.append((torch.distributed, "get_backend", around(c10d.get_backend, _get_backend_name)))
-    rows.append((torch.distributed, "gather_object", around(c10d.gather_object, _gather_object)))
-    for name in ("broadcast_object_list", "scatter_object_list", "recv_object_list"):
-        receiving = around(getattr(c10d, name), _objects_from_another)
-        rows += [(owner, name, receiving) for owner in (c10d, torch.distributed)]
     rows += [(owner, "is_nccl_available", lambda: True) for owner in (c10d, torch.distributed)]
     if hasattr(c10d, "ProcessGroupGloo"):
         rows.append((c10d, "ProcessGroupGloo", _with_one_thread(c10d.ProcessGroupGloo)))

@@ -1,0 +1,254 @@
+"""One rank of many: this process is one rank of a job whose other ranks do not exist.
+
+    with virtual_gpus(8, kind="H100", shapes_only=True, rank=3, world_size=1024):
+        train()  # a program for torchrun, as it is: rank 3 of 1,024, on cuda:3 of the first of 128 hosts
+
+    python -m virtual_gpus --gpus 8 --kind H100 --shapes-only --as-rank 3 --of 1024 train.py
+
+The environment has the variables of torchrun: RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, GROUP_RANK, MASTER_ADDR,
+MASTER_PORT and some more. They are as they were when the GPUs go off. `torch.distributed.init_process_group`, with any
+backend and any way to meet, makes PyTorch's "fake" process group of that size (torch/testing/_internal/distributed/
+fake_pg.py), which sends nothing. The program uses the GPU of its LOCAL_RANK. The others of its host stay empty.
+
+Memory and modelled time are those of this rank. All ranks are taken to reach each collective at the same moment.
+
+Values: with `shapes_only` there are none. Without it, every other rank is taken to hold what this rank holds. A mean or
+a maximum over the ranks is then this rank's tensor, a sum over n of them is n times it, and what is gathered is its
+tensor n times. A message from another rank leaves the tensor as it was, and so does a product. With
+DistributedDataParallel, numbers are those of a job whose ranks all have this rank's data. Where ranks hold different
+parts of a model, as with `fully_shard`, they are meaningless.
+
+`all_gather_object` and `gather_object` give this rank's own object from everyone. Objects that another rank would send
+(`broadcast_object_list`, `scatter_object_list`, `recv_object_list`) raise an error, and so does
+torch.distributed.checkpoint. A stage of a pipeline needs no other rank if `torch.distributed.pipelining.PipelineStage`
+is given `input_args` and `output_args`. PyTorch 2.13 asks the other ranks even then, which needs values.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from virtual_gpus.dispatch.op_call import OpCall
+from virtual_gpus.errors import NotModelled
+from virtual_gpus.features.distributed.groups import is_boxed, kind_of
+from virtual_gpus.machine import VirtualMachine, active
+from virtual_gpus.patches.table import Patch, around
+from virtual_gpus.settings import Settings
+from virtual_gpus.threads import OfEachThread, below
+
+_MESSAGES = {"send", "recv_", "recv_any_source_"}
+# operation: of the method of a process group that runs; C++ before PyTorch 2.14 does not tell
+_running = OfEachThread(operation=None)
+
+
+def runs_alone(machine: VirtualMachine | None) -> bool:
+    """True if this process is one rank of many: no other process answers, whatever group the program makes."""
+    return machine is not None and machine.settings.rank is not None
+
+
+def start(machine: VirtualMachine) -> None:
+    """One rank of many has the environment of torchrun, and says what its numbers are not, if it has any."""
+    if runs_alone(machine):
+        settings = machine.settings
+        machine.variables |= _variables(settings)
+        if not settings.shapes_only:
+            print(
+                f"virtual GPUs: rank {settings.rank} of {settings.world_size} runs alone. "
+                "Its numbers are not those of the job, because the others are taken to hold what it holds.",
+                flush=True,
+            )
+
+
+def stop(machine: VirtualMachine) -> None:
+    """End the groups of one rank of many: its machine goes off, and no other process waits for them."""
+    if not runs_alone(machine) or machine is not active() or not torch.distributed.is_available():
+        return
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+    if "torch.distributed.tensor._api" not in sys.modules:
+        return
+    # DTensor keeps answers by the mesh, which compares equal for the next rank, whose answers are others.
+    importlib.import_module("torch.distributed.tensor.debug")._clear_sharding_prop_cache()
+    sys.modules["torch.distributed.tensor._redistribute"]._gen_transform_infos.cache_clear()
+    sys.modules["torch.distributed.tensor._random"]._rng_tracker = None
+
+
+def _variables(settings: Settings) -> dict[str, str]:
+    """The environment that torchrun gives to the rank of `settings`."""
+    assert settings.rank is not None and settings.world_size is not None
+    host, slot = settings.host_and_slot(settings.rank)
+    hosts = settings.world_size // settings.count
+    return {
+        "RANK": str(settings.rank), "WORLD_SIZE": str(settings.world_size),
+        "LOCAL_RANK": str(slot), "LOCAL_WORLD_SIZE": str(settings.count),
+        "GROUP_RANK": str(host), "GROUP_WORLD_SIZE": str(hosts),
+        "ROLE_NAME": "default", "ROLE_RANK": str(settings.rank), "ROLE_WORLD_SIZE": str(settings.world_size),
+        "MASTER_ADDR": "localhost", "MASTER_PORT": "29500",
+        "TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_MAX_RESTARTS": "0",
+    }  # fmt: skip
+
+
+# ---- groups that exist only here, and what they refuse ---------------------------------------------------------------
+
+
+def require_its_rank(rank: int, ranks: int) -> None:
+    """Refuses the whole program's group for another rank, or for another number of them."""
+    settings = active().settings
+    if (rank, ranks) != (settings.rank, settings.world_size):
+        raise ValueError(
+            f"The program makes a process group as rank {rank} of {ranks}, but it runs as rank {settings.rank} of "
+            f"{settings.world_size}. Let it read RANK and WORLD_SIZE from the environment, as under torchrun."
+        )
+
+
+def _rendezvous(function: Callable, url: str, rank: int = -1, world_size: int = -1, **kwargs: Any) -> Any:
+    """How the ranks meet. One rank of many meets no other, wherever it was told to."""
+    if not runs_alone(active()):
+        yield from function(url, rank, world_size, **kwargs)
+        return
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    settings = active().settings
+    yield FakeStore(), settings.rank if rank < 0 else rank, settings.world_size if world_size < 0 else world_size
+
+
+def _asker() -> str:
+    """The module that called the patch (`around`) that calls this function."""
+    return sys._getframe(3).f_globals.get("__name__", "")
+
+
+def _get_backend(function: Callable, group: Any = None) -> str:
+    """`get_backend`. torch.distributed.pipelining leaves out what needs another rank's answer if it is "fake".
+
+    It does so for a rank that is alone, and where tensors have no values, because it asks for the answer's value.
+    """
+    machine = active()
+    has_no_answer = runs_alone(machine) or machine.shapes_only
+    return "fake" if has_no_answer and _asker().startswith("torch.distributed.pipelining") else function(group)
+
+
+def _gather_object(function: Callable, *args: Any, **kwargs: Any) -> Any:
+    """One rank of many gets its own object from everyone. A checkpoint is planned with what every rank holds."""
+    if runs_alone(active()) and _asker().startswith("torch.distributed.checkpoint"):
+        settings = active().settings
+        raise NotModelled(
+            "torch.distributed.checkpoint needs to know what every rank holds, but only rank "
+            f"{settings.rank} of {settings.world_size} exists. Leave the checkpoint out of this run."
+        )
+    return function(*args, **kwargs)
+
+
+def _objects_from_another(function: Callable, *args: Any, **kwargs: Any) -> Any:
+    """A function that receives objects from the rank `src`. One rank of many cannot know what they would be."""
+    if runs_alone(active()):
+        settings, given = active().settings, inspect.signature(function).bind(*args, **kwargs)
+        given.apply_defaults()
+        group, source, in_group = (given.arguments[name] for name in ("group", "src", "group_src"))
+        if in_group is not None:
+            source = torch.distributed.get_global_rank(group or torch.distributed.group.WORLD, in_group)
+        elif source is None and function.__name__ != "recv_object_list":
+            source = 0
+        if source != settings.rank:
+            whose = "another rank" if source is None else f"rank {source}"
+            raise NotModelled(
+                f"torch.distributed.{function.__name__} would receive objects from {whose}, but only rank "
+                f"{settings.rank} of {settings.world_size} exists, so they are not known. "
+                + (f"Run as that rank (rank={source}), or give" if source is not None else "Give")
+                + " the program these objects in another way. "
+                "A stage of a pipeline needs its input_args and output_args."
+            )
+    return function(*args, **kwargs)
+
+
+# ---- what arrives from ranks that do not exist: the operators of torch/csrc/distributed/c10d/Ops.cpp ----------------
+
+
+def fill(call: OpCall) -> bool:
+    """Give the tensors of a collective the values that follow from this rank's own. False if other ranks send them."""
+    name = call.op.base
+    if not runs_alone(active()) or call.func.namespace != "c10d" or not (kind_of(name) or name in _MESSAGES):
+        return False
+    group = next(torch.distributed.ProcessGroup.unbox(v) for v in call.args if is_boxed(v, "ProcessGroup"))
+    with below(), torch.no_grad():
+        _fill(name, call.args, group.rank(), group.size())
+    return True
+
+
+@contextmanager
+def reducing(operation: Any) -> Iterator[None]:
+    """While a method of a process group runs: the operation that it was given, a ReduceOp or None."""
+    before, _running.operation = _running.operation, operation
+    try:
+        yield
+    finally:
+        _running.operation = before
+
+
+def _fill(name: str, args: Sequence[Any], rank: int, ranks: int) -> None:
+    kind = kind_of(name)
+    if kind in ("all_reduce", "reduce"):
+        for tensor in args[0]:
+            _reduce(tensor, args, ranks)
+    elif kind in ("all_gather", "gather"):
+        for output, own in zip(_list(args[0]), _list(args[1]), strict=False):  # empty where nothing is gathered
+            for part in output.view(-1).chunk(ranks) if isinstance(output, torch.Tensor) else output:
+                _copy(part, own)
+    elif kind in ("reduce_scatter", "scatter"):
+        for output, own in zip(_list(args[0]), _list(args[1]), strict=False):
+            _copy(output, (own.view(-1).chunk(ranks) if isinstance(own, torch.Tensor) else own)[rank])
+            if kind == "reduce_scatter":
+                _reduce(output, args, ranks)
+    elif kind == "all_to_all":
+        outputs, inputs = (_parts(args[i], args[i + 3] if name == "alltoall_base_" else None, ranks) for i in (0, 1))
+        for output in outputs:
+            _copy(output, inputs[rank])
+
+
+def _reduce(tensor: torch.Tensor, args: Sequence[Any], ranks: int) -> None:
+    kinds = torch.distributed.ReduceOp
+    boxed = next(value for value in args if is_boxed(value, "ReduceOp"))
+    operation = kinds.unbox(boxed) if hasattr(kinds, "unbox") else _running.operation
+    if operation is None or operation == kinds.SUM:
+        tensor.mul_(ranks)
+    elif operation == kinds.PREMUL_SUM:
+        tensor.mul_(operation.__getstate__()[1] * ranks)
+
+
+def _parts(value: Any, sizes: Sequence[int] | None, ranks: int) -> Sequence[torch.Tensor]:
+    if not isinstance(value, torch.Tensor):
+        return value
+    return value.split(list(sizes)) if sizes else value.chunk(ranks)
+
+
+def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
+    """As many of the elements as both have: the ranks may send parts of different sizes."""
+    count = min(target.numel(), source.numel())
+    flat = target.detach().as_strided((target.numel(),), (1,), target.storage_offset())
+    flat[:count].copy_(source.detach().reshape(-1)[:count])
+
+
+def _list(value: Any) -> Iterable[Any]:
+    return [value] if isinstance(value, torch.Tensor) else value
+
+
+def patches() -> list[Patch]:
+    """See `features`."""
+    if not torch.distributed.is_available():
+        return []
+    c10d = torch.distributed.distributed_c10d
+    rows: list[Patch] = [
+        (c10d, "rendezvous", around(c10d.rendezvous, _rendezvous)),
+        (torch.distributed, "get_backend", around(c10d.get_backend, _get_backend)),
+        (torch.distributed, "gather_object", around(c10d.gather_object, _gather_object)),
+    ]
+    for name in ("broadcast_object_list", "scatter_object_list", "recv_object_list"):
+        receiving = around(getattr(c10d, name), _objects_from_another)
+        rows += [(owner, name, receiving) for owner in (c10d, torch.distributed)]
+    return rows
