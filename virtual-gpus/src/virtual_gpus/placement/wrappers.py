@@ -18,10 +18,7 @@ def is_dtensor(value: Any) -> bool:
 
 
 def arrived(tensor: Any) -> Any:
-    """`tensor`, or the tensor in one that waits when it is first used, which is now.
-
-    For functions that run in the place of PyTorch's own and compute below the dispatch mode.
-    """
+    """`tensor`, or the tensor in one that waits when it is first used, which is now."""
     if not is_wrapper(type(tensor)) or type(tensor).__name__ != "AsyncCollectiveTensor":
         return tensor
     return _Arrived.apply(tensor) if tensor.requires_grad and torch.is_grad_enabled() else tensor.wait()

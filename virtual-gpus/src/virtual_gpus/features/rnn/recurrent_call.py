@@ -1,4 +1,7 @@
-"""One call of torch.lstm, gru, rnn_tanh or rnn_relu: its arguments, its sizes, its numbers from the CPU's kernels."""
+"""One call of torch.lstm, gru, rnn_tanh or rnn_relu: its arguments, its sizes, its numbers from the CPU's kernels.
+
+The host reads the lengths of packed sequences, on the CPU (aten/src/ATen/native/PackedSequence.cpp).
+"""
 
 from __future__ import annotations
 
@@ -8,11 +11,12 @@ from contextlib import ExitStack
 
 import torch
 
+from virtual_gpus.dispatch.op_call import OpCall
 from virtual_gpus.errors import scalar_type
 from virtual_gpus.features.half_precision import slow_types
 from virtual_gpus.features.rnn.sizes import Network
 from virtual_gpus.placement.random_numbers import drawing_from
-from virtual_gpus.placement.storages import device_of, nbytes, record_of
+from virtual_gpus.placement.storages import device_of, gpu_of, nbytes, record_of
 from virtual_gpus.threads import below
 
 _NAMES = ("params", "has_biases", "num_layers", "dropout", "train", "bidirectional")
@@ -202,3 +206,25 @@ def check(call: RecurrentCall, dtypes: bool = True) -> None:
                 )
     if dtypes and not all(state.is_contiguous() for state in states):
         raise RuntimeError("rnn: hx is not contiguous")
+
+
+def _packed(call: OpCall) -> tuple[torch.Tensor, torch.Tensor]:
+    """The data on the GPU, the lengths on the CPU."""
+    result = call.compute()
+    call.place(result[0])
+    return result
+
+
+def _check_lengths(call: OpCall) -> None:
+    """Raises PyTorch's RuntimeError for lengths on a GPU."""
+    lengths = call["lengths"]
+    if gpu_of(lengths) is not None:
+        found = f"{lengths.dim()}D {lengths.device} {scalar_type(lengths)} tensor"
+        raise RuntimeError(f"'lengths' argument should be a 1D CPU int64 tensor, but got {found}")
+
+
+RECIPES = dict.fromkeys(("_pack_padded_sequence", "_pad_packed_sequence"), _packed)
+CHECKS = {"_pack_padded_sequence": _check_lengths}
+ON_THE_HOST = {"_pack_padded_sequence": {"lengths"}} | dict.fromkeys(
+    ("_pad_packed_sequence", "_pack_padded_sequence_backward", "lstm", "gru", "rnn_tanh", "rnn_relu"), {"batch_sizes"}
+)
