@@ -10,7 +10,7 @@ from virtual_gpus.features.cuda import devices as cuda
 from virtual_gpus.features.cuda import memory_figures
 from virtual_gpus.features.streams import streams
 from virtual_gpus.machine import active
-from virtual_gpus.patches.table import in_package
+from virtual_gpus.patches.table import Patch, in_package
 
 _SAME = {
     "current_device_index": cuda.current_device,
@@ -55,8 +55,7 @@ def get_device_module(device: torch.device | str | int | None = None):
     return torch.cuda if device is None else _raw_get_device_module(device)
 
 
-def patches() -> list[tuple]:
-    """See `features`."""
+def patches() -> list[Patch]:
     rows = in_package("torch.accelerator", current_accelerator, empty_host_cache, memory_stats, **_SAME)
     rows += [(torch._C, "_accelerator_exchangeDevice", cuda._exchange_device),  # `with device_index(1):`
              (torch._C, "_accelerator_maybeExchangeDevice", cuda._maybe_exchange_device)]  # fmt: skip

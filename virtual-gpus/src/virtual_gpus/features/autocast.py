@@ -29,6 +29,7 @@ import torch
 
 from virtual_gpus.dispatch import routes
 from virtual_gpus.dispatch.op_call import OpCall
+from virtual_gpus.patches.table import Patch
 from virtual_gpus.placement.storages import gpu_of, has_values
 from virtual_gpus.threads import OfEachThread
 
@@ -327,7 +328,6 @@ def _has_scale(scaler: torch.amp.GradScaler) -> bool:
     return not scaler.is_enabled() or scaler._scale is None or has_values(scaler._scale)
 
 
-def patches() -> list[tuple]:
-    """See `features`."""
+def patches() -> list[Patch]:
     rows = [(owner, f.__name__, f) for owner in (torch, torch._C) for f in (set_autocast_enabled, clear_autocast_cache)]
     return rows + [(_Scaler, f.__name__, f) for f in (_maybe_opt_step, get_scale, _get_growth_tracker)]

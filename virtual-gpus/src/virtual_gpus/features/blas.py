@@ -22,6 +22,7 @@ from virtual_gpus.clock.work import Cost, Operation
 from virtual_gpus.dispatch.op_call import OpCall
 from virtual_gpus.machine import VirtualGPU, active
 from virtual_gpus.memory_model import blas_workspaces
+from virtual_gpus.patches.table import Patch
 from virtual_gpus.placement.storages import ScratchBlock, nbytes
 from virtual_gpus.threads import OfEachThread, this_thread
 from virtual_gpus.versions import LT_FOR_MATRICES_AS_BIAS
@@ -186,6 +187,5 @@ def _cuda_clearCublasWorkspaces() -> None:
         handles_of(gpu).kept.clear()
 
 
-def patches() -> list[tuple]:
-    """See `features`."""
+def patches() -> list[Patch]:
     return [(torch._C, "_cuda_clearCublasWorkspaces", _cuda_clearCublasWorkspaces)]

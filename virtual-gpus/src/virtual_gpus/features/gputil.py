@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from virtual_gpus.driver.nvidia_smi import GPUView, query_gpus
 from virtual_gpus.machine import VirtualGPU, active
+from virtual_gpus.patches.table import Patch
 
 
 def _view(gpu: VirtualGPU) -> GPUView:
@@ -28,7 +29,7 @@ class _NvidiaSmi:
         return "".join(line + os.linesep for line in lines).encode(), None
 
 
-def _of_gputil() -> list[tuple]:
+def _of_gputil() -> list[Patch]:
     """No rows without GPUtil."""
     try:
         import GPUtil.GPUtil as module
@@ -37,7 +38,7 @@ def _of_gputil() -> list[tuple]:
     return [(module, "Popen", _NvidiaSmi)]
 
 
-def _of_pynvml() -> list[tuple]:
+def _of_pynvml() -> list[Patch]:
     """NVML would tell of the machine's real GPUs, or of none: programs hear that there is no such library."""
     module = sys.modules.get("pynvml")
     return [(module, "nvmlInitWithFlags", _no_library)] if hasattr(module, "nvmlInitWithFlags") else []
@@ -48,6 +49,5 @@ def _no_library(flags: int) -> None:
     raise nvml.NVMLError(nvml.NVML_ERROR_LIBRARY_NOT_FOUND)
 
 
-def patches() -> list[tuple]:
-    """See `features`."""
+def patches() -> list[Patch]:
     return _of_gputil() + _of_pynvml()

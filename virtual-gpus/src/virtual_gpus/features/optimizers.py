@@ -6,6 +6,7 @@ import sys
 
 import torch
 
+from virtual_gpus.patches.table import Patch
 from virtual_gpus.placement.storages import device_of
 
 _raw_group = torch.utils._foreach_utils._group_tensors_by_device_and_dtype
@@ -25,7 +26,7 @@ def _group_tensors_by_device_and_dtype(tensorlistlist, with_indices: bool = Fals
     return {key: (lists, indices if with_indices else []) for key, (lists, indices) in groups.items()}
 
 
-def patches() -> list[tuple]:
+def patches() -> list[Patch]:
     """See `features`. Some of these modules are imported only where a program asks for them."""
     group = _group_tensors_by_device_and_dtype
     users = ("torch.utils._foreach_utils", "torch.optim.optimizer", "torch.nn.utils.clip_grad", "torch.optim.swa_utils")

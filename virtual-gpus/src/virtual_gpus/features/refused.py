@@ -11,7 +11,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from virtual_gpus import errors
-from virtual_gpus.patches import table
+from virtual_gpus.patches.table import Patch
 
 _HOST = ("host_memory_stats", "host_memory_stats_as_nested_dict", "reset_accumulated_host_memory_stats",
          "reset_peak_host_memory_stats")  # fmt: skip
@@ -54,7 +54,7 @@ _INSTEAD = {
 }  # fmt: skip
 
 
-def _refuse(owner: object, name: str, path: str) -> table.Patch:
+def _refuse(owner: object, name: str, path: str) -> Patch:
     """The patch that refuses `owner.name`. A class stays the type it is, since programs name it in annotations and
     ask isinstance; only making one is refused, of subclasses too."""
     original, refused = vars(owner)[name], errors.refusing(path, _INSTEAD.get(name, ""))
@@ -63,7 +63,7 @@ def _refuse(owner: object, name: str, path: str) -> table.Patch:
     return owner, name, functools.update_wrapper(refused, original)
 
 
-def _refuse_instances(kind: type, refused: Callable[..., Any]) -> table.Patch:
+def _refuse_instances(kind: type, refused: Callable[..., Any]) -> Patch:
     # The bases of a CPU build are dummies whose __new__, in Python, raises something obscure before any __init__ runs.
     made_by = next((base for base in kind.__mro__ if isinstance(vars(base).get("__new__"), staticmethod)), None)
     return (kind, "__init__", refused) if made_by is None else (made_by, "__new__", staticmethod(refused))
@@ -94,7 +94,7 @@ def _on_cpu_only(error: Callable[[], Exception], original: Callable[..., Any]) -
     return call
 
 
-def patches() -> list[table.Patch]:
+def patches() -> list[Patch]:
     """See `features`. A name that this PyTorch version lacks gives no row."""
     rows = [
         _refuse(sys.modules[path], name, f"{path}.{name}")

@@ -63,7 +63,6 @@ def _get_gradients(function: Callable, context_id: int) -> dict[torch.Tensor, to
 
 
 def patches() -> list[Patch]:
-    """See `features`."""
     future = torch._C.Future  # also of what C++ makes, for example in `Work.get_future`
     listening = ("then", "add_done_callback")
     rows: list[Patch] = [(future, name, around(vars(future)[name], _calling_back)) for name in listening]

@@ -9,7 +9,7 @@ import torch
 
 from virtual_gpus import errors
 from virtual_gpus.features.cuda.devices import _lazy_init, gpu_at
-from virtual_gpus.patches.table import in_package
+from virtual_gpus.patches.table import Patch, in_package
 
 _NCCL = (2, 28, 9)  # for a build without NCCL: that of PyTorch 2.11's wheels for Linux
 
@@ -72,7 +72,6 @@ def version() -> tuple[int, ...]:
 _raw_version = torch.cuda.nccl.version
 
 
-def patches() -> list[tuple]:
-    """See `features`."""
+def patches() -> list[Patch]:
     return [*in_package("torch.cuda", cudart, _sleep), (torch.cuda.nccl, "version", version),
             (torch.cuda, "_cudart", _runtime)]  # fmt: skip

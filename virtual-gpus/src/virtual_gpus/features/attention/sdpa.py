@@ -23,6 +23,7 @@ from virtual_gpus.features.attention.values import for_all_heads
 from virtual_gpus.features.autocast import casting
 from virtual_gpus.features.tensors.attributes import gpu_as_seen
 from virtual_gpus.machine import VirtualGPU
+from virtual_gpus.patches.table import Patch
 from virtual_gpus.placement.storages import device_of, gpu_of, is_wrapper
 from virtual_gpus.placement.wrappers import arrived, is_dtensor
 from virtual_gpus.versions import ATTENTION_IN_THREE_DIMENSIONS
@@ -170,8 +171,7 @@ RECIPES = {"_safe_softmax": safe_softmax}
 COSTS = {"_safe_softmax": moves("safe_softmax")}
 
 
-def patches() -> list[tuple[Any, str, Any]]:
-    """See `features`."""
+def patches() -> list[Patch]:
     owners = (torch.nn.functional, torch._C._nn)
     rows = [(owner, scaled_dot_product_attention.__name__, scaled_dot_product_attention) for owner in owners]
     return [*rows, (torch.backends.mha, "get_fastpath_enabled", get_fastpath_enabled)]

@@ -18,6 +18,7 @@ import torch
 
 from virtual_gpus.features.compile.fusion import Fusion, in_this_thread
 from virtual_gpus.machine import active
+from virtual_gpus.patches.table import Patch
 
 _raw_compile = torch.compile
 _raw_set_stance = torch.compiler.set_stance
@@ -96,6 +97,5 @@ def _say_once() -> None:
     _said = True
 
 
-def patches() -> list[tuple]:
-    """See `features`."""
+def patches() -> list[Patch]:
     return [(torch, "compile", compile), (torch.compiler, "set_stance", set_stance)]

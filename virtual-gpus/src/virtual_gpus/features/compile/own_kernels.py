@@ -17,7 +17,7 @@ from types import ModuleType
 from typing import Any
 
 from virtual_gpus import errors
-from virtual_gpus.patches import table
+from virtual_gpus.patches.table import Patch, put_in
 
 _TRITON = "triton.runtime.driver"
 _EXTENSIONS = "torch.utils.cpp_extension"
@@ -60,7 +60,7 @@ def _then_patch(load: Callable[[ModuleType], None]) -> Callable[[ModuleType], No
     def exec_module(module: ModuleType) -> None:
         load(module)
         if _finder in sys.meta_path:  # the GPUs are still on
-            table.put_in(_patch(module))
+            put_in(_patch(module))
 
     return exec_module
 
@@ -76,13 +76,13 @@ def forget() -> None:
         sys.meta_path.remove(_finder)
 
 
-def _patch(module: ModuleType) -> list[table.Patch]:
+def _patch(module: ModuleType) -> list[Patch]:
     if module.__name__ == _TRITON:
         return [(module, "_create_driver", _create_driver)] if hasattr(module, "_create_driver") else []
     return [(module, "_jit_compile", _no_cuda(module))] if hasattr(module, "_jit_compile") else []
 
 
-def patches() -> list[table.Patch]:
+def patches() -> list[Patch]:
     """See `features`. None for a module that is not imported yet."""
     modules = (sys.modules.get(name) for name in (_TRITON, _EXTENSIONS))
     return [patch for module in modules if module is not None for patch in _patch(module)]

@@ -17,6 +17,7 @@ import torch
 from virtual_gpus import errors
 from virtual_gpus.machine import VirtualMachine, active
 from virtual_gpus.memory.options import LARGE_SEGMENT, MIB, UNLIMITED, Options
+from virtual_gpus.patches.table import Patch
 
 _VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")  # the first that is set counts
 # How host memory is pinned, when a lock is held, what a graph capture does: how such keys begin.
@@ -99,7 +100,7 @@ def described() -> dict:
     }
 
 
-def patches() -> list[tuple]:
+def patches() -> list[Patch]:
     """See `features`. Builds without CUDA, and older versions, have not all of them."""
     rows = [(torch._C, "_accelerator_setAllocatorSettings", _accelerator_setAllocatorSettings)]
     if hasattr(torch._C, "_accelerator_getAllocatorSettings"):

@@ -8,7 +8,7 @@ import torch
 
 from virtual_gpus.dispatch.mode import enter_thread
 from virtual_gpus.machine import VirtualGPU, active, find_gpu
-from virtual_gpus.patches.table import in_package
+from virtual_gpus.patches.table import Patch, in_package
 from virtual_gpus.placement.random_numbers import Generator, default_generator
 
 
@@ -181,8 +181,7 @@ class DefaultGenerators:
         return (default_generator(gpu) for gpu in active().gpus)
 
 
-def patches():
-    """See `features`."""
+def patches() -> list[Patch]:
     functions = (is_available, device_count, is_initialized, _lazy_init, _lazy_call, current_device, set_device,
                  synchronize, _exchange_device, _maybe_exchange_device, get_device_properties, can_device_access_peer,
                  is_bf16_supported, is_tf32_supported, get_arch_list, ipc_collect, _is_in_bad_fork, utilization,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from virtual_gpus.features.cuda.devices import gpu_at
 from virtual_gpus.machine import active
-from virtual_gpus.patches.table import in_package
+from virtual_gpus.patches.table import Patch, in_package
 
 
 def memory_stats_as_nested_dict(device=None) -> dict:
@@ -64,8 +64,7 @@ def get_allocator_backend() -> str:
     return "native"
 
 
-def patches() -> list[tuple]:
-    """See `features`."""
+def patches() -> list[Patch]:
     return in_package("torch.cuda", memory_stats_as_nested_dict, reset_peak_memory_stats, empty_cache, mem_get_info,
                        reset_accumulated_memory_stats, set_per_process_memory_fraction,
                        get_per_process_memory_fraction, list_gpu_processes, get_allocator_backend)  # fmt: skip

@@ -18,6 +18,7 @@ from virtual_gpus.entrance import entrance
 from virtual_gpus.features.cuda.devices import gpu_at
 from virtual_gpus.features.data_parallel.parallel import collective_here
 from virtual_gpus.machine import VirtualGPU
+from virtual_gpus.patches.table import Patch
 from virtual_gpus.placement.storages import gpu_of, nbytes
 
 
@@ -149,7 +150,7 @@ def _check(holds: bool, words: str) -> None:
         raise RuntimeError(words)
 
 
-def patches() -> list[tuple]:
+def patches() -> list[Patch]:
     """See `features`. A PyTorch without CUDA lacks these names, and its torch.nn.parallel.comm asks for them too."""
     functions = (_broadcast, _broadcast_coalesced, _scatter, _gather)
     refused = {name: errors.refusing(f"torch.nn.parallel.comm.{name} with out", "Let it make the tensors.")

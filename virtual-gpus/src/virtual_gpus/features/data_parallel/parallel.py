@@ -17,6 +17,7 @@ from virtual_gpus.clock.clock import ConcurrentThreads
 from virtual_gpus.clock.traffic import ring_seconds
 from virtual_gpus.features.blas import in_this_thread, leave_handle
 from virtual_gpus.machine import VirtualGPU, active
+from virtual_gpus.patches.table import Patch
 from virtual_gpus.placement.storages import gpu_of, has_values, nbytes
 from virtual_gpus.threads import this_thread
 
@@ -121,7 +122,7 @@ def forget() -> None:
     sys.modules["torch.nn.parallel._functions"]._streams = None
 
 
-def patches() -> list[tuple]:
+def patches() -> list[Patch]:
     """See `features`. The modules are taken from sys.modules: functions of the same names hide them."""
     rows = [(torch.cuda.nccl, "is_available", is_available), (torch.cuda.nccl, "reduce", reduce)]
     shim = SimpleNamespace(Thread=SequentialThread, Lock=threading.Lock)

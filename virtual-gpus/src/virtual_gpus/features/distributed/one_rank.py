@@ -239,7 +239,6 @@ def _list(value: Any) -> Iterable[Any]:
 
 
 def patches() -> list[Patch]:
-    """See `features`."""
     if not torch.distributed.is_available():
         return []
     c10d = torch.distributed.distributed_c10d

@@ -235,7 +235,6 @@ def _gpu_of_barrier(group: Any, opts: Any) -> VirtualGPU:
 
 
 def patches() -> list[Patch]:
-    """See `features`."""
     if not torch.distributed.is_available():
         return []
     import torch.distributed.distributed_c10d as c10d

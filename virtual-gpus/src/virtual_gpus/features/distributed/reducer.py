@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from virtual_gpus.entrance import entrance
 from virtual_gpus.features.distributed.groups import require_backend
 from virtual_gpus.machine import VirtualGPU
+from virtual_gpus.patches.table import Patch
 from virtual_gpus.placement.creation_sites import forget_creation_site
 from virtual_gpus.placement.storages import gpu_of, has_values, place
 from virtual_gpus.timeline.peak import BUFFERS
@@ -135,8 +136,7 @@ def _broadcast_coalesced(process_group, tensors, *args, **kwargs) -> None:
         _raw_broadcast_coalesced(process_group, [tensors[n] for n in numbers], *args, **kwargs)
 
 
-def patches() -> list[tuple]:
-    """See `features`."""
+def patches() -> list[Patch]:
     if not torch.distributed.is_available():
         return []
     functions = (_broadcast_coalesced, _compute_bucket_assignment_by_size, _verify_params_across_processes)

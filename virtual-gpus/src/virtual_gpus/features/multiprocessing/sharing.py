@@ -14,6 +14,7 @@ import torch
 from torch.multiprocessing.reductions import reduce_storage
 
 from virtual_gpus.machine import active, find_gpu
+from virtual_gpus.patches.table import Patch
 from virtual_gpus.placement.storages import StorageAllocation, record_of
 from virtual_gpus.threads import below
 
@@ -80,7 +81,6 @@ def _release_ipc_counter_cuda(*_: object) -> None:
     """Shared memory goes with its last user: there is nothing to count."""
 
 
-def patches() -> list[tuple]:
-    """See `features`."""
+def patches() -> list[Patch]:
     functions = (share_memory_, _share_cuda_, _new_shared_cuda, _release_ipc_counter_cuda)
     return [(torch.UntypedStorage, function.__name__, function) for function in functions]

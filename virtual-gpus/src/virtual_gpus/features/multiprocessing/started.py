@@ -18,6 +18,7 @@ from collections.abc import Callable
 
 from virtual_gpus.dispatch.mode import in_mode
 from virtual_gpus.machine import VirtualMachine, active
+from virtual_gpus.patches.table import Patch
 from virtual_gpus.processes import children
 from virtual_gpus.processes.shared_memory import FOLDER
 
@@ -67,8 +68,7 @@ def start(machine: VirtualMachine) -> None:
         machine.variables |= children.variables(machine.facts())
 
 
-def patches() -> list[tuple]:
-    """See `features`."""
+def patches() -> list[Patch]:
     runs = [(threading.Thread, "_bootstrap_inner"), (concurrent.futures.thread._WorkItem, "run")]
     if "asyncio.events" in sys.modules:  # else no event loop is running
         runs.append((sys.modules["asyncio.events"].Handle, "_run"))

@@ -13,7 +13,7 @@ from torch.autograd import ProfilerActivity, ProfilerState, profiler, profiler_u
 
 from virtual_gpus.features.profiler.device_record import DeviceRecord
 from virtual_gpus.machine import active
-from virtual_gpus.patches.table import around
+from virtual_gpus.patches.table import Patch, around
 
 _FALLBACK = ProfilerState.KINETO_GPU_FALLBACK
 
@@ -74,8 +74,7 @@ class _Ranges:
         return lambda *args: 0
 
 
-def patches() -> list[tuple]:
-    """See `features`."""
+def patches() -> list[Patch]:
     methods = (_prepare_trace, _start_trace, __exit__, _parse_kineto_results, export_chrome_trace)
     replaced = [(profiler.profile, method) for method in methods] + [(profiler_util.EventList, table)]
     replaced += [(owner, _supported_activities) for owner in (profiler, torch.autograd)]

@@ -10,6 +10,7 @@ import torch
 
 from virtual_gpus.dispatch.op_call import OpCall
 from virtual_gpus.machine import active
+from virtual_gpus.patches.table import Patch
 from virtual_gpus.placement.storages import gpu_of
 
 _raw_dropout = torch.dropout
@@ -29,7 +30,7 @@ def native_dropout(call: OpCall) -> tuple[torch.Tensor, torch.Tensor]:
     return call.place(result)
 
 
-def patches() -> list[tuple]:
+def patches() -> list[Patch]:
     """See `features`. torch.nn.functional calls dropout through torch._VF."""
     return [(torch, "dropout", dropout), (torch._VF, "dropout", dropout)]
 

@@ -19,6 +19,7 @@ from virtual_gpus.dispatch.timing import charge_copy, charge_read
 from virtual_gpus.dispatch.valueless import is_mask
 from virtual_gpus.features.recipes.packed_inputs import packed, packed_copies
 from virtual_gpus.features.recipes.refusals import not_deterministic
+from virtual_gpus.patches.table import Patch
 from virtual_gpus.placement.storages import gpu_of, nbytes
 from virtual_gpus.threads import this_thread
 
@@ -166,6 +167,5 @@ COSTS = {
 }  # fmt: skip
 
 
-def patches() -> list[tuple]:
-    """See `features`."""
+def patches() -> list[Patch]:
     return [(owner, "one_hot", one_hot) for owner in (torch._C._nn, torch.nn.functional)]

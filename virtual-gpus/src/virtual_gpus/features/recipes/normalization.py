@@ -23,6 +23,7 @@ from virtual_gpus.entrance import entrance
 from virtual_gpus.features.recipes.packed_inputs import packed_copies
 from virtual_gpus.machine import VirtualGPU
 from virtual_gpus.memory_model import power_of_2
+from virtual_gpus.patches.table import Patch
 from virtual_gpus.placement.storages import StorageAllocation, gpu_of, is_wrapper, nbytes, place_all, put, scratch
 from virtual_gpus.placement.wrappers import arrived, is_dtensor
 from virtual_gpus.threads import below
@@ -240,7 +241,7 @@ def _rms_norm_on_each_rank(input: Any, shape: Shape, weight: Any, eps: Eps) -> T
     return DTensor.from_local(made, input.device_mesh, input.placements, run_check=False, **sizes)
 
 
-def patches() -> list[tuple]:
+def patches() -> list[Patch]:
     """See `features`. torch.nn.functional calls torch.rms_norm."""
     return [(torch, "rms_norm", rms_norm)]
 

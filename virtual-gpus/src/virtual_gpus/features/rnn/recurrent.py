@@ -25,6 +25,7 @@ from virtual_gpus.features.rnn.recurrent_call import RecurrentCall, bind, check
 from virtual_gpus.features.rnn.recurrent_costs import charge_recurrent
 from virtual_gpus.features.rnn.sizes import DROPOUT_STATE, is_small, reserve_bytes, weight_offsets, workspace_bytes
 from virtual_gpus.machine import VirtualGPU, active
+from virtual_gpus.patches.table import Patch
 from virtual_gpus.placement.random_numbers import default_generator
 from virtual_gpus.placement.storages import ScratchBlock, StorageAllocation, gpu_of, nbytes, put, scratch
 from virtual_gpus.placement.wrappers import arrived
@@ -231,7 +232,7 @@ def _numbers(call: RecurrentCall, leaves, reserve, gradients, wanted):
     return graph.gradients(gradients, wanted, _keeps_graph())
 
 
-def patches() -> list[tuple]:
+def patches() -> list[Patch]:
     """See `features`. torch._VF finds its functions by __getattr__: an attribute of its own comes first."""
     functions = [(name, _replacement(name)) for name in ("lstm", "gru", "rnn_tanh", "rnn_relu")]
     return [(owner, name, f) for name, f in functions for owner in (torch, torch._VF)]

@@ -11,6 +11,7 @@ import torch
 from virtual_gpus.entrance import entrance
 from virtual_gpus.features.rnn.sizes import Network, weight_offsets
 from virtual_gpus.machine import VirtualGPU
+from virtual_gpus.patches.table import Patch
 from virtual_gpus.placement.storages import StorageAllocation, empty_in, gpu_of
 from virtual_gpus.threads import below
 
@@ -105,8 +106,7 @@ def flatten_parameters(self) -> None:
     return None
 
 
-def patches() -> list[tuple]:
-    """See `features`."""
+def patches() -> list[Patch]:
     return [
         (torch.nn.RNNBase, "flatten_parameters", flatten_parameters),
         (torch.backends.cudnn, "is_acceptable", is_acceptable),

@@ -17,6 +17,7 @@ from virtual_gpus.features.cuda.allocator_settings import described
 from virtual_gpus.features.snapshots import stacks
 from virtual_gpus.features.snapshots.history import ALL, ALLOC, NEVER, STATE, Entry, Recorder
 from virtual_gpus.machine import VirtualMachine, active
+from virtual_gpus.patches.table import Patch
 from virtual_gpus.settings import INSTALLED
 from virtual_gpus.threads import seen
 from virtual_gpus.versions import HOST_IN_SNAPSHOTS, POOLS_IN_HISTORY
@@ -151,7 +152,7 @@ def stop(machine: VirtualMachine) -> None:
         recorder.stop()
 
 
-def patches() -> list[tuple]:
+def patches() -> list[Patch]:
     """See `features`. Set in builds without CUDA too, whose C++ has none of them."""
     functions = [_cuda_record_memory_history, _cuda_record_memory_history_legacy, _cuda_isHistoryEnabled,
                  _cuda_memorySnapshot, _cuda_attach_out_of_memory_observer]  # fmt: skip

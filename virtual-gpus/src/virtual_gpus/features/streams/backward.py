@@ -108,5 +108,4 @@ def prepare() -> None:
 
 
 def forget() -> None:
-    """See `features`."""
     autograd.around_pass = nullcontext

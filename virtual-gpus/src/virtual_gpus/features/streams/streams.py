@@ -18,7 +18,7 @@ from virtual_gpus import errors
 from virtual_gpus.features.cuda.devices import gpu_at
 from virtual_gpus.features.tensors.attributes import gpu_as_seen
 from virtual_gpus.machine import VirtualGPU, active
-from virtual_gpus.patches.table import in_package
+from virtual_gpus.patches.table import Patch, in_package
 from virtual_gpus.placement.storages import storages
 
 _POOL = 32  # streams of a GPU and a priority, handed out in turn (c10/cuda/CUDAStream.cpp)
@@ -282,8 +282,7 @@ def stream_of_node(gpu: VirtualGPU, number: int) -> Stream:
     return default_stream(gpu.index) if stream is None else stream
 
 
-def patches() -> list[tuple]:
-    """See `features`."""
+def patches() -> list[Patch]:
     return in_package("torch.cuda", Stream, ExternalStream, Event, set_stream, current_stream, default_stream,
                       errors.refusing("torch.cuda.get_stream_from_external"), is_current_stream_capturing,
                       _cuda_isCurrentStreamCapturing=is_current_stream_capturing) + [

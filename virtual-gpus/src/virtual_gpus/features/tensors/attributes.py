@@ -9,6 +9,7 @@ from virtual_gpus import errors
 from virtual_gpus.dispatch.valueless import NotKept
 from virtual_gpus.features.tensors.legacy import is_cuda_type, parse_type
 from virtual_gpus.machine import VirtualGPU, active
+from virtual_gpus.patches.table import Patch
 from virtual_gpus.placement.storages import device_of, gpu_of
 from virtual_gpus.threads import below, this_thread
 
@@ -168,8 +169,7 @@ def _refuse_older_graph(gradients: tuple[torch.Tensor, ...]) -> None:
     )
 
 
-def patches() -> list[tuple]:
-    """See `features`."""
+def patches() -> list[Patch]:
     tensor = torch.Tensor
     rows = [(tensor, f.__name__, f) for f in (get_device, numpy, tolist, set_, item)]
     rows += [(torch._tensor_str, "_str", _str)]

@@ -13,6 +13,7 @@ import torch
 from virtual_gpus.dispatch.copies import move
 from virtual_gpus.entrance import entrance
 from virtual_gpus.machine import active
+from virtual_gpus.patches.table import Patch
 from virtual_gpus.placement.creation_sites import forget_creation_site, was_made_in_cpp
 from virtual_gpus.placement.storages import device_of, gpu_of, place
 from virtual_gpus.threads import this_thread
@@ -163,8 +164,7 @@ def _make_node(cls, *args: Any, **kwargs: Any) -> Any:
 _make_node.__func__.__name__ = _apply.__name__ = "apply"  # by which programs know it, such as spmd_types' type checker
 
 
-def patches() -> list[tuple]:
-    """See `features`."""
+def patches() -> list[Patch]:
     grad = property(_get_grad, _set_grad, _raw_grad.__delete__, _raw_grad.__doc__)
     name = _engine_run_backward.__name__
     users = (m for m in ("torch.autograd", "torch.autograd.graph") if hasattr(sys.modules[m], name))

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import torch
 
+from virtual_gpus.patches.table import Patch
+
 _raw_device = torch.device
 _raw_parse_to = torch._C._nn._parse_to
 
@@ -45,8 +47,7 @@ def _parse_to(*args, **kwargs):
     return _raw_parse_to(*args, **kwargs)
 
 
-def patches() -> list[tuple]:
-    """See `features`."""
+def patches() -> list[Patch]:
     if numbers_mean_cuda():
         return []
     return [(torch, "device", device), (torch._C._nn, "_parse_to", _parse_to)]

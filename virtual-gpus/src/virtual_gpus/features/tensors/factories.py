@@ -17,6 +17,7 @@ from virtual_gpus.features.tensors.autograd import beside
 from virtual_gpus.features.tensors.device_numbers import named
 from virtual_gpus.features.tensors.transfers import as_device
 from virtual_gpus.machine import VirtualGPU, active, find_gpu
+from virtual_gpus.patches.table import Patch
 from virtual_gpus.placement.storages import gpu_of, pin
 from virtual_gpus.threads import this_thread
 
@@ -114,7 +115,6 @@ def _beside_input(function: Any) -> Any:
 
 
 def prepare() -> None:
-    """See `features`."""
     _default_before[:] = [_default_device()]
 
 
@@ -124,15 +124,14 @@ def forget() -> None:
         torch.set_default_device(None)
 
 
-def patches() -> list[tuple]:
-    """See `features`."""
+def patches() -> list[Patch]:
     rows = [(torch.Tensor, f.__name__, f) for f in (new_tensor, new)]
     rows += [(torch, name, _maker(name)) for name in _raw_make]
     rows += [(owner, name, _beside_input(getattr(owner, name))) for owner, name in _MAKES_FOR_ITSELF]
     return rows + [(torch, name, _joining(function)) for name, function in _factories()]
 
 
-def _factories() -> list[tuple]:
+def _factories() -> list[Patch]:
     """(name, function) of everything in `torch` that makes a tensor where its `device` argument says."""
     # Asked now, since PyTorch keeps this set for ever once made: it must hold its own functions, not patches.
     known = _device_constructors()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 
 from virtual_gpus import errors
+from virtual_gpus.patches.table import Patch
 
 _raw_set_default = torch.set_default_tensor_type
 
@@ -70,8 +71,7 @@ def _names(owner: object) -> list[str]:
     return [name for name in vars(owner) if name.endswith("Tensor") and name[0] != "_"]
 
 
-def patches() -> list[tuple]:
-    """See `features`."""
+def patches() -> list[Patch]:
     sparse, instead = torch.cuda.sparse, "Use torch.sparse_coo_tensor."
     rows = [(torch.cuda, name, _legacy(name)) for name in _names(torch.cuda)]
     rows += [(sparse, name, errors.refusing(f"torch.cuda.sparse.{name}", instead)) for name in _names(sparse)]

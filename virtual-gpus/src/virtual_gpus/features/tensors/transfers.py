@@ -10,6 +10,7 @@ from virtual_gpus.dispatch.mode import enter_thread
 from virtual_gpus.entrance import entrance
 from virtual_gpus.features.tensors.device_numbers import named
 from virtual_gpus.machine import active, find_gpu
+from virtual_gpus.patches.table import Patch
 from virtual_gpus.placement.storages import gpu_of, has_values, is_fake, pin
 from virtual_gpus.placement.storages import is_pinned as says_pinned
 from virtual_gpus.threads import this_thread
@@ -134,8 +135,7 @@ class save_on_cpu(torch.autograd.graph.save_on_cpu):
         self.pack_hook = pack
 
 
-def patches() -> list[tuple]:
-    """See `features`."""
+def patches() -> list[Patch]:
     compatible = (torch, "_has_compatible_shallow_copy_type", _has_compatible_shallow_copy_type)
     lazy = torch.nn.parameter.UninitializedTensorMixin  # it knows what it lets pass by what it was before
     return [(torch.Tensor, f.__name__, f) for f in (to, cuda, cpu, type_as, pin_memory, is_pinned)] + [

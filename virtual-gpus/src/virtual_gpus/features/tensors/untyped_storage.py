@@ -14,6 +14,7 @@ from virtual_gpus.dispatch.mode import enter_thread
 from virtual_gpus.entrance import entrance
 from virtual_gpus.features.tensors.device_numbers import named
 from virtual_gpus.machine import VirtualGPU, active, find_gpu
+from virtual_gpus.patches.table import Patch
 from virtual_gpus.placement.storages import UNRECORDED, HostStorage, StorageAllocation, record_of
 from virtual_gpus.threads import this_thread
 
@@ -153,7 +154,7 @@ def save(obj, f, *args, **kwargs):
     return None
 
 
-def patches() -> list[tuple]:
+def patches() -> list[Patch]:
     """See `features`, and `placement.storages` for `_record`."""
     storage = torch.UntypedStorage
     rows = [(storage, "_record", UNRECORDED), (storage, "device", property(device))]
