@@ -147,7 +147,7 @@ def memory() -> None:
             words = torch.zeros(2, LENGTH, dtype=torch.long, device="cuda")
             for _ in range(3):
                 step(model, optimizer, words)
-            reserved = recorded.report().reserved_bytes / GIB
+        reserved = recorded.report().reserved_bytes / GIB
         print(f"| {gpus} H100 | {reserved:.1f} | {gib} | {100 * (reserved / gib - 1):+.0f} % |", flush=True)
 
 

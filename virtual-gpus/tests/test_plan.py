@@ -86,7 +86,7 @@ def test_a_program_gets_its_verdict_last(program, options, ranks, code, said, tm
     assert written["report"]["world_size"] == ranks
     assert ("layers.*.feed_forward.*" in written["report"]["by_module"]) == (program[0] == RECIPE)
     assert (plan.KNOWN_ERROR in done.stdout) == (code == plan.FITS)
-    assert "held apart | median 6 %" in ACCURACY and "of 36" in ACCURACY  # as in KNOWN_ERROR
+    assert "held apart | median 7 %" in ACCURACY and "of 36" in ACCURACY  # as in KNOWN_ERROR
 
 
 LARGEST = (37, 1, 512, 12), (1, 1, 512, 2), (0, 1, 512, 1), (512, 1, 512, 10), (37, 30, 37, 2), (0, 3, 9, 1)

@@ -95,8 +95,7 @@ What is not modelled, and what differs:
   timeouts and errors of a connection are gloo's, and `batch_isend_irecv` returns one Work per message.
 - `torch.distributed.fsdp.fully_shard` and `torch.distributed.tensor.parallel` work. Their memory follows PyTorch's
   sources and their time a model of the links. Neither was compared with a real GPU, but with figures that others have
-  published (docs/accuracy.md): memory was 6 to 7 % too small, and speed off by 10 % in the median, and by up to 90 %
-  for texts of 65,536 tokens.
+  published (docs/accuracy.md): memory was within 1 %, and speed off by 5 % in the median, and by 15 % at most.
 - One rank of many (`rank=` and `world_size=`): the other ranks do not exist, so numbers are not those of the job.
   Objects that another rank would send are refused, and so is torch.distributed.checkpoint.
 - With torch.distributed.autograd, a process whose part of a backward pass another process started runs it in threads of
