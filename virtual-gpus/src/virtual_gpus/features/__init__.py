@@ -14,7 +14,7 @@ have these names, which are all that the package knows of it:
     ASKS_FIRST       by base name: given an operator's arguments before they have another holder, `OpCall.answer`
     ROUTES           by kind of operator (`operators.Operator.kind`): what is done with one
     LASTING          files of PyTorch whose calls into C++ make tensors once and fill them later
-    ALLOCATES        the kind of the GPU memory that the module itself asks for (`timeline.peak`)
+    ALLOCATES        functions that ask for GPU memory of one kind, rows of `timeline.peak.ALLOCATORS`
     prepare()        called before the patches go in, when the first virtual GPUs go on
     forget()         called before the patches are taken out, when the last ones go off
     start(machine)   called before the GPUs of a machine go on
@@ -68,9 +68,7 @@ for _name in ("RECIPES", "CHECKS", "CPU_KERNELS", "ON_THE_HOST", "MIXTURES", "AS
 cost.CLASSES.update(_merged("COSTS"))
 operators.ROUTES.update(routes.ROUTES | _merged("ROUTES"))
 creation_sites.LASTING.update(*_offered("LASTING"))
-peak.ALLOCATORS += [
-    (f"{m.__name__.replace('.', '/')}.py", None, m.ALLOCATES) for m in MODULES if hasattr(m, "ALLOCATES")
-]
+peak.ALLOCATORS += [row for rows in _offered("ALLOCATES") for row in rows]
 
 
 def patches() -> list[table.Patch]:

@@ -14,6 +14,7 @@ import torch
 
 from virtual_gpus.clock.cost import moves
 from virtual_gpus.dispatch.op_call import OpCall
+from virtual_gpus.timeline.peak import BUFFERS, GATHERED, PARAMETERS
 
 _THREADS, _BYTES = 128, 128 * 16  # of one block: its threads, and what it copies at a time
 _NUMBER = 8  # bytes
@@ -82,3 +83,9 @@ COSTS = {
     **dict.fromkeys(("chunk_cat", "chunk_cat_mixed_dtype"), moves("chunked", is_fusible=False)),
     "all_gather_copy_in": moves("copied_in", lambda operation: 2 * operation.outputs[0].nbytes, is_fusible=False),
 }  # fmt: skip
+ALLOCATES = [("fsdp/_fully_shard/_fsdp_collectives.py", ("foreach_reduce",), BUFFERS),
+             ("fsdp/_fully_shard/_fsdp_collectives.py", None, GATHERED),
+             ("fsdp/_fully_shard/_fsdp_param.py", ("_init_sharded_param", "reset_sharded_param"), PARAMETERS),
+             ("fsdp/_fully_shard/_fsdp_param.py", None, GATHERED),
+             ("fsdp/_flat_param.py", None, GATHERED),
+             ("fsdp/_runtime_utils.py", None, BUFFERS)]  # fmt: skip

@@ -26,19 +26,8 @@ ACTIVATIONS, GATHERED, BUFFERS = "activations", "gathered layers", "communicatio
 UPDATES, WORKSPACES, OTHER = "optimizer step", "workspaces", "other"  # what a step computes in between; of libraries
 KINDS = (PARAMETERS, GRADIENTS, STATE, ACTIVATIONS, GATHERED, BUFFERS, UPDATES, WORKSPACES, OTHER)
 
-# (end of a file's name, functions or None for all of them, kind), the first that fits. Features add theirs.
+# (end of a file's name, functions or None for all of them, kind), the first that fits. Features add their `ALLOCATES`.
 ALLOCATORS: list[tuple[str, tuple[str, ...] | None, str]] = [
-    ("fsdp/_fully_shard/_fsdp_collectives.py", ("foreach_reduce",), BUFFERS),
-    ("fsdp/_fully_shard/_fsdp_collectives.py", None, GATHERED),
-    ("fsdp/_fully_shard/_fsdp_param.py", ("_init_sharded_param", "reset_sharded_param"), PARAMETERS),
-    ("fsdp/_fully_shard/_fsdp_param.py", None, GATHERED),
-    ("fsdp/_flat_param.py", None, GATHERED),
-    ("fsdp/_runtime_utils.py", None, BUFFERS),
-    ("nn/parallel/distributed.py", ("__init__", "_sync_module_states"), BUFFERS),
-    ("torch/nn/parallel/replicate.py", None, PARAMETERS),
-    ("torch/nn/parallel/scatter_gather.py", ("scatter_map",), OTHER),  # inputs, which one GPU would get from outside
-    ("torch/distributed/_functional_collectives.py", None, BUFFERS),
-    ("torch/distributed/distributed_c10d.py", None, BUFFERS),
     ("torch/nn/modules/module.py", ("_apply", "to_empty"), PARAMETERS),
     ("torch/nn/modules/module.py", ("_call_impl",), ACTIVATIONS),
     ("torch/nn/functional.py", None, ACTIVATIONS),
@@ -64,7 +53,8 @@ def _kind_of_function(file: str, function: str) -> str | None:
 def kind_of(frames: Iterable[tuple[str, str]]) -> str:
     """The kind of a block from the stack of its allocation: (file, function), innermost first.
 
-    No frame at all means the backward pass: on a real GPU it runs in threads of C++, where there is no Python.
+    No frame at all means the backward pass: on a real GPU it runs in threads of C++, where there is no Python. The rows
+    of features count once `virtual_gpus.virtual_gpus` was imported.
     """
     kind: str | None = ACTIVATIONS
     for file, function in frames:

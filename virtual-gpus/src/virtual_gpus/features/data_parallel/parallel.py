@@ -20,6 +20,10 @@ from virtual_gpus.machine import VirtualGPU, active
 from virtual_gpus.patches.table import Patch
 from virtual_gpus.placement.storages import gpu_of, has_values, nbytes
 from virtual_gpus.threads import this_thread
+from virtual_gpus.timeline.peak import OTHER, PARAMETERS
+
+ALLOCATES = [("torch/nn/parallel/replicate.py", None, PARAMETERS),
+             ("torch/nn/parallel/scatter_gather.py", ("scatter_map",), OTHER)]  # inputs, from outside  # fmt: skip
 
 # ---- NCCL inside one process: only what reduce_add asks of it -----------------------------------------------------
 

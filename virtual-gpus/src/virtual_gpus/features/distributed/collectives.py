@@ -32,6 +32,7 @@ from virtual_gpus.features.distributed.messages import RECEIVES, SENDS, on_their
 from virtual_gpus.features.distributed.whereabouts import connect, tell_who_is_missing, wait_for_all
 from virtual_gpus.machine import VirtualGPU
 from virtual_gpus.threads import below
+from virtual_gpus.timeline.peak import BUFFERS
 
 
 class Meeting(NamedTuple):
@@ -208,6 +209,8 @@ def run(call: OpCall) -> Any:
 
 
 ROUTES = {"collective": run}
+ALLOCATES = [("torch/distributed/_functional_collectives.py", None, BUFFERS),
+             ("torch/distributed/distributed_c10d.py", None, BUFFERS)]  # fmt: skip
 
 
 def _answer(call: OpCall) -> Any:
