@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from math import prod
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from virtual_gpus.gpus import GPUSpec
 
@@ -31,18 +31,16 @@ class Operand(NamedTuple):
         return max(self.strides[-2:]) if len(self.strides) > 1 else self.shape[-1]
 
 
-ELSEWHERE = "elsewhere"  # the kind of an operator that the feature puts on the clock whose recipe runs it
-
-
 BYTES = {"fp64": 8, "fp32": 4, "tf32": 4, "fp16": 2, "bf16": 2}  # of a number, by precision
+Kind = Literal["operator", "product", "convolution", "list", "elsewhere"]  # the last: the feature charges for it
 
 
 class Cost(NamedTuple):
-    """seconds: of all its kernels on the GPU. kernels: how many the host starts. kind: "product", "convolution", ..."""
+    """seconds: of all its kernels on the GPU. kernels: how many the host starts."""
 
     seconds: float
     kernels: float
-    kind: str = "operator"
+    kind: Kind = "operator"
 
 
 class Operation(NamedTuple):

@@ -16,7 +16,7 @@ import torch
 from virtual_gpus.clock.clock import COPY_IN, COPY_OUT
 from virtual_gpus.clock.cost import cost
 from virtual_gpus.clock.links import REACHED
-from virtual_gpus.clock.work import ELSEWHERE, Cost, Operand
+from virtual_gpus.clock.work import Cost, Operand
 from virtual_gpus.dispatch.measured_calls import key_of
 from virtual_gpus.dispatch.op_call import OpCall
 from virtual_gpus.machine import VirtualGPU
@@ -246,9 +246,9 @@ def times(gpu: VirtualGPU, charge: Cost, tensors: int = 0, in_place: bool = Fals
     """Seconds on the GPU, on the host to issue the first kernel, and there to issue the others. tensors: in lists."""
     pace = gpu.machine.clock.host
     if not charge.kernels:
-        return 0.0, 0.0 if charge.kind == ELSEWHERE else pace.view, 0.0
-    further = {"product": pace.product, "convolution": pace.convolution, "list": pace.tensor * tensors}
-    host = (pace.in_place if in_place else pace.operator) + further.get(charge.kind, 0.0)
+        return 0.0, 0.0 if charge.kind == "elsewhere" else pace.view, 0.0
+    further = {"operator": 0.0, "product": pace.product, "convolution": pace.convolution, "list": pace.tensor * tensors}
+    host = (pace.in_place if in_place else pace.operator) + further[charge.kind]
     return charge.seconds, host, pace.kernel * (charge.kernels - 1)
 
 

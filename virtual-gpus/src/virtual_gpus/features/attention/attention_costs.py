@@ -9,7 +9,7 @@ from math import ceil
 
 from virtual_gpus import figures
 from virtual_gpus.clock.cost import OperatorClass
-from virtual_gpus.clock.work import ELSEWHERE, Cost, Operation
+from virtual_gpus.clock.work import Cost, Operation
 from virtual_gpus.dispatch.measured_calls import key_of
 from virtual_gpus.dispatch.timing import launch, precision_of
 from virtual_gpus.features.attention.kernels import Cudnn, Efficient, Flash
@@ -51,7 +51,7 @@ def _cost(query: T, key: T, numbers: Numbers, spec: GPUSpec, backward: bool) -> 
 
 
 def _elsewhere(operation: Operation) -> Cost:
-    return Cost(0.0, 0, ELSEWHERE)
+    return Cost(0.0, 0, "elsewhere")
 
 
 _CLASS = OperatorClass(_elsewhere, is_fusible=False)
