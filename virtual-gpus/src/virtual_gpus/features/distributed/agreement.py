@@ -8,7 +8,6 @@ connection was closed. If a rank does not come at all, `whereabouts` says who wa
 from __future__ import annotations
 
 import hashlib
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -16,11 +15,10 @@ import torch
 
 from virtual_gpus.dispatch.op_call import OpCall
 from virtual_gpus.entrance import program_frame, quoted_line
-from virtual_gpus.features.distributed.groups import described
+from virtual_gpus.features.distributed.groups import described, state_of, states
 
 _WORDS = 400  # bytes of what a rank says of itself
 _SAME_SIZE = ("all_reduce", "broadcast", "reduce", "all_gather", "reduce_scatter")
-_counts: weakref.WeakKeyDictionary[object, int] = weakref.WeakKeyDictionary()
 
 
 class CollectiveMismatch(getattr(torch.distributed, "DistBackendError", RuntimeError)):  # type: ignore[misc]
@@ -48,11 +46,6 @@ def number(words: str) -> float:
     return float(int.from_bytes(hashlib.blake2b(words.encode(), digest_size=6).digest(), "little"))
 
 
-def count(group: Any) -> None:
-    """This process begins a collective of GPU tensors in a group. Errors say which it was."""
-    _counts[group] = _counts.get(group, 0) + 1
-
-
 def mismatch(group: Any, words: str, told: Callable[[torch.Tensor], list[torch.Tensor]]) -> CollectiveMismatch:
     """The error of every rank. told: exchanges tensors of bytes (N,), and returns those of all ranks in order."""
     mine = f"{words}, at {_line()}".encode()[:_WORDS].ljust(_WORDS)
@@ -60,7 +53,7 @@ def mismatch(group: Any, words: str, told: Callable[[torch.Tensor], list[torch.T
     lines = [bytes(each.tolist()).decode(errors="replace").rstrip() for each in all_told]
     ranks = torch.distributed.get_process_group_ranks(group)
     return CollectiveMismatch(
-        f"The ranks do not agree on collective number {_counts[group]} of {_name(group)}:\n"
+        f"The ranks do not agree on collective number {state_of(group).begun} of {_name(group)}:\n"
         + "\n".join(f"  rank {rank}: {line}" for rank, line in zip(ranks, lines, strict=True))
         + "\nNCCL would hang here, or mix up the numbers."
     )
@@ -69,12 +62,12 @@ def mismatch(group: Any, words: str, told: Callable[[torch.Tensor], list[torch.T
 def begun() -> dict[str, int]:
     """By the name of each group that is there, how many collectives of GPU tensors this process has begun in it."""
     there = torch.distributed.distributed_c10d._world.pg_group_ranks
-    return {group.group_name: number for group, number in _counts.items() if group in there}
+    return {group.group_name: state.begun for group, state in states.items() if state.begun and group in there}
 
 
 def location(words: str, group: Any) -> str:
     """Where this process is: in which collective of a group, and in which line of the program."""
-    return f"{words}, number {_counts[group]} of {_name(group)}, at {_line()}"
+    return f"{words}, number {state_of(group).begun} of {_name(group)}, at {_line()}"
 
 
 def _name(group: Any) -> str:

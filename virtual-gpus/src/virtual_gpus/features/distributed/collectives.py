@@ -26,7 +26,7 @@ from virtual_gpus.dispatch.op_call import OpCall
 from virtual_gpus.dispatch.routes import on_host
 from virtual_gpus.dispatch.timing import await_tensors
 from virtual_gpus.features.distributed import groups, one_rank
-from virtual_gpus.features.distributed.agreement import CollectiveMismatch, count, mismatch, number, purpose
+from virtual_gpus.features.distributed.agreement import CollectiveMismatch, mismatch, number, purpose
 from virtual_gpus.features.distributed.arrivals import Arrival, Lane, begins, gpu_bytes, lane_of, note, occupy, on_gpus
 from virtual_gpus.features.distributed.messages import RECEIVES, SENDS, on_their_way, send_or_receive
 from virtual_gpus.features.distributed.whereabouts import connect, tell_who_is_missing, wait_for_all
@@ -118,12 +118,13 @@ def _written(call: OpCall, group: torch.distributed.ProcessGroup) -> list[torch.
 def _meet(
     gpu: VirtualGPU, group, kind: str, what: str, nbytes: int = 0, tensors: Iterable[torch.Tensor] = ()
 ) -> Meeting:
-    groups.first_gpu_of.setdefault(group, gpu)
+    state = groups.state_of(group)
+    state.first_gpu = state.first_gpu or gpu
     lane = lane_of(group, kind)
     began = begins(gpu, lane, tensors)
     if groups.is_fake_group(group):
         return Meeting(gpu, lane, began, began, groups.fake_links(gpu, group), nbytes)
-    count(group)
+    state.begun += 1
     connect(group)
     try:
         numbers = torch.tensor([began, *groups.host_and_slot(gpu), number(what)], dtype=torch.float64, device="cpu")
@@ -293,7 +294,7 @@ def _carry_out(
 def _run_in_carrier(call: OpCall, stand_in: Callable[[torch.Tensor], torch.Tensor] | None = None) -> Any:
     """Run the operator in the group that gloo has for it (`carrier`), with a stand-in for each of its tensors."""
     group, given = _group_of(call), (call.args, call.kwargs)  # `wait_tensor` has no group
-    other = None if group is None else groups.carriers.get(group)
+    other = None if group is None else groups.state_of(group).gloo_group
 
     def argument(name: str, value: Any) -> Any:
         if isinstance(value, (list, tuple)) and stand_in is not None:

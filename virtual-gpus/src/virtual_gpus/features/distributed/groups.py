@@ -14,13 +14,27 @@ from virtual_gpus.clock.links import GroupLinks
 from virtual_gpus.machine import VirtualGPU
 
 _KINDS = ("all_reduce", "all_gather", "all_to_all", "reduce_scatter", "broadcast", "gather", "scatter", "reduce")
-# The backends that a group was asked to have: {"cuda": "nccl"}. Gloo carries the messages of all of them.
-backends_of: weakref.WeakKeyDictionary[object, dict[str, str]] = weakref.WeakKeyDictionary()
-# The GPU that this process first used in a group: NCCL's barriers go there.
-first_gpu_of: weakref.WeakKeyDictionary[object, VirtualGPU] = weakref.WeakKeyDictionary()
-# The group of gloo's that carries the GPU tensors of a group whose CPU tensors gloo carries too.
-carriers: weakref.WeakKeyDictionary[object, torch.distributed.ProcessGroup] = weakref.WeakKeyDictionary()
-_links: weakref.WeakKeyDictionary[object, tuple[VirtualGPU, GroupLinks]] = weakref.WeakKeyDictionary()
+
+
+class GroupState:
+    """What this process knows of a process group, beside what PyTorch keeps.
+
+    begun: how many collectives of GPU tensors. coalescing: the works of a coalescing block that has not ended.
+    """
+
+    backends: dict[str, str] | None = None  # as asked for, {"cuda": "nccl"}; gloo carries the messages of all of them
+    gloo_group: torch.distributed.ProcessGroup | None = None  # for GPU tensors, where gloo carries CPU tensors too
+    first_gpu: VirtualGPU | None = None  # that this process used in the group: NCCL's barriers go there
+    links: tuple[VirtualGPU, GroupLinks] | None = None
+    begun: int = 0
+    coalescing: list[Any] | None = None
+
+
+states: weakref.WeakKeyDictionary[object, GroupState] = weakref.WeakKeyDictionary()
+
+
+def state_of(group: object) -> GroupState:
+    return states.get(group) or states.setdefault(group, GroupState())
 
 
 @functools.cache
@@ -40,12 +54,12 @@ def is_boxed(value: Any, kind: str) -> bool:
 
 def is_nccl(group: object) -> bool:
     """True for a process group whose backend for GPUs is to be NCCL."""
-    return backends_of.get(group, {}).get("cuda", "").startswith("nccl")
+    return (state_of(group).backends or {}).get("cuda", "").startswith("nccl")
 
 
 def require_backend(group: object, kind: str) -> None:
     """Raises PyTorch's error if a group has no backend for tensors on "cpu" or "cuda": NCCL takes no CPU tensors."""
-    devices = backends_of.get(group)
+    devices = state_of(group).backends
     if devices is not None and kind not in devices:
         raise RuntimeError(f"No backend type associated with device type {kind}")
 
@@ -56,7 +70,7 @@ def carrier(group: torch.distributed.ProcessGroup) -> torch.distributed.ProcessG
     Collectives of GPU tensors and of CPU tensors have different backends on a real machine, so different threads may
     issue them, as a checkpoint does that is saved while training goes on. One group of gloo would mix them up.
     """
-    return carriers.get(group, group)
+    return state_of(group).gloo_group or group
 
 
 def is_fake_group(group: torch.distributed.ProcessGroup) -> bool:
@@ -67,10 +81,10 @@ def is_fake_group(group: torch.distributed.ProcessGroup) -> bool:
 
 def fake_links(gpu: VirtualGPU, group: torch.distributed.ProcessGroup) -> GroupLinks:
     """The links of a group in which this process is alone. Its members are counted once, not at every collective."""
-    known = _links.get(group)
+    known = state_of(group).links
     if known is None or known[0].machine is not gpu.machine:
         members = list(map(gpu.machine.settings.host_and_slot, torch.distributed.get_process_group_ranks(group)))
-        known = _links[group] = gpu, links_between(gpu, group, members)
+        known = state_of(group).links = gpu, links_between(gpu, group, members)
     return known[1]
 
 

@@ -17,7 +17,7 @@ import torch
 
 from virtual_gpus.clock.traffic import message_seconds
 from virtual_gpus.features.distributed.arrivals import Arrival, Lane, begins, gpu_bytes, lane_of, note, occupy
-from virtual_gpus.features.distributed.groups import carrier, fake_links, first_gpu_of, host_and_slot, is_fake_group
+from virtual_gpus.features.distributed.groups import carrier, fake_links, host_and_slot, is_fake_group, state_of
 from virtual_gpus.machine import VirtualGPU
 from virtual_gpus.threads import below
 
@@ -37,11 +37,11 @@ _sent: deque = deque(maxlen=1024)  # the same of times that this process sends
 
 def send_or_receive(name: str, gpu: VirtualGPU, group, tensors: list[torch.Tensor], peer: int | None, tag: int) -> None:
     """Put a message on the clock. name: of its operator."""
-    first_gpu_of.setdefault(group, gpu)
+    state = state_of(group)
+    state.first_gpu = state.first_gpu or gpu
     sends = name in SENDS
     lane, nbytes = lane_of(group, "send" if sends else "recv"), gpu_bytes(tensors)
     began = begins(gpu, lane, tensors)
-    here = host_and_slot(gpu)
     end: float | Callable[[], float]
     if is_fake_group(group):  # the other side is ready when this one is
         ranks = torch.distributed.get_process_group_ranks(group)

@@ -23,7 +23,7 @@ from virtual_gpus import errors
 from virtual_gpus.entrance import entrance
 from virtual_gpus.errors import scalar_type
 from virtual_gpus.features.distributed.arrivals import await_work, give_to_future, remember
-from virtual_gpus.features.distributed.groups import is_nccl, require_backend
+from virtual_gpus.features.distributed.groups import is_nccl, require_backend, state_of
 from virtual_gpus.features.distributed.one_rank import reducing, runs_alone
 from virtual_gpus.machine import active
 from virtual_gpus.patches.table import Patch, around
@@ -48,7 +48,6 @@ _INTO_ONE = {"allgather_into_tensor_coalesced": "_allgather_base", "all_gather_s
 _MESSAGES = ("send", "recv", "recv_anysource")
 _messages: weakref.WeakSet[Any] = weakref.WeakSet()  # works of messages: gloo may wait for one of them once only
 _TAG = 1 << 21  # messages of all_to_all go beside those of the program
-_open: dict[Any, list[Any]] = {}  # group -> works of a coalescing block that has not ended
 
 
 # ---- what is refused ----------------------------------------------------------------------------------------------
@@ -61,16 +60,13 @@ def _check(name: str, tensors: Sequence[torch.Tensor]) -> None:
             raise RuntimeError("NCCL does not support all_reduce with sparse tensors")
         if gpu_of(tensor) is None or tensor.layout != torch.strided:
             raise ValueError("Tensors must be CUDA and dense")
-        if name not in _MESSAGES and not _is_contiguous(tensor):
+        channels_last = tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last)
+        if name not in _MESSAGES and not (tensor.is_contiguous() or channels_last):
             raise ValueError("Tensors must be contiguous")
         if tensor.dtype not in _MOVED:
             raise TypeError(f"Input tensor data type is not supported for NCCL process group: {scalar_type(tensor)}")
         if "reduce" in name and tensor.dtype in _FLOAT8:
             raise RuntimeError("Float8 dtypes are not currenlty supported for NCCL reductions")
-
-
-def _is_contiguous(tensor: torch.Tensor) -> bool:
-    return tensor.is_contiguous() or (tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last))
 
 
 def _check_operation(op: Any, dtype: torch.dtype) -> None:
@@ -228,8 +224,8 @@ def _by_nccls_rules(name: str, function: Callable) -> Callable:
                     work = _by_gloo(group, name, function, list(args), rest)
                 if work is not None and name in _MESSAGES:
                     _messages.add(work)
-                if work is not None and group in _open:
-                    _open[group].append(work)
+                if work is not None and (block := state_of(group).coalescing) is not None:
+                    block.append(work)
         remember(work)
         return work
 
@@ -333,11 +329,12 @@ def _start_coalescing(function: Callable, group: torch.distributed.ProcessGroup,
     """Gloo cannot put collectives together: they go one by one, and `_end_coalescing` gives one Work for all."""
     if not is_nccl(group) or runs_alone(active()):
         return function(group, device)
-    _open[group] = []
+    state_of(group).coalescing = []
 
 
 def _end_coalescing(function: Callable, group: torch.distributed.ProcessGroup, device: torch.device) -> Any:
-    return function(group, device) if group not in _open else _together()(_open.pop(group), [])
+    works, state_of(group).coalescing = state_of(group).coalescing, None
+    return function(group, device) if works is None else _together()(works, [])
 
 
 def patches() -> list[Patch]:

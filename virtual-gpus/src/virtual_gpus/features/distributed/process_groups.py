@@ -24,7 +24,7 @@ import torch
 
 from virtual_gpus.features.cuda.devices import gpu_at
 from virtual_gpus.features.distributed.collectives import charge_barrier
-from virtual_gpus.features.distributed.groups import backends_of, carrier, carriers, first_gpu_of, require_backend
+from virtual_gpus.features.distributed.groups import carrier, require_backend, state_of, states
 from virtual_gpus.features.distributed.messages import until_times_have_arrived
 from virtual_gpus.features.distributed.one_rank import require_its_rank, runs_alone
 from virtual_gpus.features.distributed.whereabouts import leave_word
@@ -67,7 +67,7 @@ def _new_process_group_helper(function: Callable, *args: Any, **kwargs: Any) -> 
         torch.distributed.set_debug_level(torch.distributed.DebugLevel.INFO)
     made, store = function(**given)
     if isinstance(made, c10d.ProcessGroup):
-        backends_of[made] = devices
+        state_of(made).backends = devices
         if not is_alone:
             _rest_at_exit()
     if isinstance(made, c10d.ProcessGroup) and (has_nccl or is_alone):
@@ -75,7 +75,8 @@ def _new_process_group_helper(function: Callable, *args: Any, **kwargs: Any) -> 
         c10d._world.pg_backend_config[made] = str(config)
         made.bound_device_id = gpu
         if "cpu" in devices and not is_alone:
-            carriers[made] = _hidden(c10d, *function(**given | {"group_name": f"{given['group_name']} of GPUs"}))
+            hidden = _hidden(c10d, *function(**given | {"group_name": f"{given['group_name']} of GPUs"}))
+            state_of(made).gloo_group = hidden
         rank = torch.distributed.get_rank() if given["global_ranks_in_group"] else given["group_rank"]
         if rank == 0 and not is_alone:  # in one of the processes
             _say_once()
@@ -99,15 +100,17 @@ def _destroy(function: Callable, group: Any = None) -> None:
     If DDP's reducer holds the last reference to the group and goes while a thread needs Python's lock, it waits for the
     thread with the lock in its hand, for ever.
     """
+    all_of_them = group in (None, torch.distributed.group.WORLD)
     if not runs_alone(active()):
         _until_threads_rest()
-        if group in (None, torch.distributed.group.WORLD) and torch.distributed.is_initialized():
+        if all_of_them and torch.distributed.is_initialized():
             leave_word("has left: it ended its process group")
-    ended = list(carriers) if group in (None, torch.distributed.group.WORLD) else [group]
+    ended = {other: state for other, state in states.items() if state.gloo_group and (all_of_them or other is group)}
     function(group)
-    for other in ended:
-        if other in carriers:
-            _end(carriers.pop(other))
+    for state in ended.values():
+        hidden, state.gloo_group = state.gloo_group, None
+        hidden.shutdown()
+        torch._C._distributed_c10d._unregister_process_group(hidden.group_name)
 
 
 def _until_threads_rest() -> None:
@@ -139,11 +142,6 @@ def _rest_at_exit() -> None:
     atexit.register(_until_threads_rest)
 
 
-def _end(group: Any) -> None:
-    group.shutdown()
-    torch._C._distributed_c10d._unregister_process_group(group.group_name)
-
-
 def _splitting(function: Callable, parent_pg=None, split_ranks=None, timeout=None, pg_options=None, group_desc=None):
     """DeviceMesh splits groups that are bound to a GPU. Gloo and "fake" can be split since `GLOO_SPLITS`."""
     groups = [torch.distributed.new_group(ranks, timeout=timeout, group_desc=group_desc) for ranks in split_ranks or ()]
@@ -154,7 +152,7 @@ def _device_types(raw: Any) -> property:
     """`group._device_types`: object collectives and barriers choose their device by it."""
 
     def answer(group: torch.distributed.ProcessGroup) -> list[torch.device]:
-        devices = backends_of.get(group)
+        devices = state_of(group).backends
         return raw.__get__(group) if devices is None else [torch.device(name) for name in devices]
 
     return property(answer)
@@ -172,17 +170,17 @@ def _get_backend(function: Callable, group: torch.distributed.ProcessGroup, devi
 
 def _split_group(function: Callable, group: torch.distributed.ProcessGroup, *args: Any, **kwargs: Any) -> Any:
     made = function(group, *args, **kwargs)
-    devices = backends_of.get(group)
+    state, devices = state_of(group), state_of(group).backends
     if made is not None and devices is not None:
         chosen = kwargs.get("device_types")
         kept = set(devices) if chosen is None else {device.type for device in chosen}
-        backends_of[made] = {device: name for device, name in devices.items() if device in kept}
-    if group in carriers:
-        other = function(carriers[group], *args, **kwargs)
-        if made is not None and len(backends_of[made]) > 1:
+        state_of(made).backends = {device: name for device, name in devices.items() if device in kept}
+    if state.gloo_group is not None:
+        other = function(state.gloo_group, *args, **kwargs)
+        if made is not None and len(state_of(made).backends) > 1:
             other._set_group_name(f"{made.group_name} of GPUs")
             torch._C._distributed_c10d._register_process_group(other.group_name, other)
-            carriers[made] = other
+            state_of(made).gloo_group = other
     return made
 
 
@@ -231,7 +229,7 @@ def _gpu_of_barrier(group: Any, opts: Any) -> VirtualGPU:
     named = getattr(opts, "device", None) or group.bound_device_id
     if named is not None and named.type == "cuda" and named.index is not None:
         return gpu_at(named)
-    return first_gpu_of.get(group) or gpu_at(torch.distributed.get_rank() % len(active().gpus))
+    return state_of(group).first_gpu or gpu_at(torch.distributed.get_rank() % len(active().gpus))
 
 
 def patches() -> list[Patch]:
