@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from virtual_gpus import NotModelled, active_machine, virtual_gpus
 from virtual_gpus.features.distributed import process_groups
-from virtual_gpus.features.distributed.groups import carrier
+from virtual_gpus.features.distributed.groups import gloo_group
 from virtual_gpus.features.multiprocessing import started as processes
 
 pytestmark = pytest.mark.usefixtures("workspaces_given_back")
@@ -264,7 +264,7 @@ def test_every_way_to_ask_for_a_backend(monkeypatch, capfd):
                 for group in (dist.group.WORLD, dist.new_group([0], timeout=limit)):
                     dist.all_reduce(x, group=group)
                     # Two threads of gloo's crash the process once in some 30,000 collectives (`_with_one_thread`).
-                    options = carrier(group)._get_backend(gpu).options
+                    options = gloo_group(group)._get_backend(gpu).options
                     assert (options._threads, options._timeout) == (1, limit)
                 assert x.tolist() == [1.0, 1.0] and dist.get_backend() == str(backend or "nccl").lower()
                 coll_device = dist.distributed_c10d._get_object_coll_device()

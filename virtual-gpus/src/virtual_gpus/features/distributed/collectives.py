@@ -88,7 +88,7 @@ def charge_collective(call: OpCall, gpus: Sequence[VirtualGPU | None], result: A
             send_or_receive(kind, gpu, group, [tensor], peer, tag)
     elif meeting is not None:
         made = [] if call.func.namespace == "c10d" else on_gpus([result])
-        end = _carry(meeting, gpu_bytes(made))  # an all-to-all may return more than it was given
+        end = _charge_on_clock(meeting, gpu_bytes(made))  # an all-to-all may return more than it was given
         arrival = Arrival(end)
         note(gpu, made or on_gpus(call.args[:1]), arrival)
         arrival.given = call.func.namespace.startswith("_c10d_functional")  # whose callers wait themselves
@@ -99,7 +99,7 @@ def charge_collective(call: OpCall, gpus: Sequence[VirtualGPU | None], result: A
 
 def charge_barrier(gpu: VirtualGPU, group: torch.distributed.ProcessGroup) -> None:
     """`dist.barrier()`: the hosts wait until the last one has come."""
-    gpu.machine.clock.wait(_carry(_meet(gpu, group, "barrier", "barrier")), gpu.slot)
+    gpu.machine.clock.wait(_charge_on_clock(_meet(gpu, group, "barrier", "barrier")), gpu.slot)
     gpu.machine.follower.host_waits(gpu)
 
 
@@ -143,7 +143,7 @@ def _meet(
     return Meeting(gpu, lane, began, start, groups.links_between(gpu, group, members), nbytes)
 
 
-def _carry(meeting: Meeting, made: int = 0) -> float:
+def _charge_on_clock(meeting: Meeting, made: int = 0) -> float:
     """Put a collective on this process's clock; returns its end, which is the same in all processes.
 
     made: the bytes of its result, if it makes one.
@@ -173,7 +173,7 @@ def _gathered(group: torch.distributed.ProcessGroup, what: str, mine: torch.Tens
     """A CPU tensor of every process of the group, in order of rank."""
     with below(), torch._C._DisableTorchDispatch(), torch.no_grad():
         found = [torch.empty_like(mine) for _ in range(group.size())]
-        work = groups.carrier(group).allgather([found], [mine])
+        work = groups.gloo_group(group).allgather([found], [mine])
         try:
             wait_for_all(work, group, what)
         except CollectiveMismatch:
@@ -201,9 +201,9 @@ def run(call: OpCall) -> Any:
     if call.gpu.machine.shapes_only or one_rank.fill(call):
         result = _answer(call)
     elif groups.kind_of(call.op.base) and type(_group_of(call)) is torch.distributed.ProcessGroup:
-        return _carry_out(call, gpus, lambda result: foreach_ops.place_rows(columns, gpus, result), meeting)
+        return _run_and_charge(call, gpus, lambda result: foreach_ops.place_rows(columns, gpus, result), meeting)
     else:
-        result = _run_in_carrier(call)
+        result = _run_on_gloo(call)
         foreach_ops.place_rows(columns, gpus, result)
     charge_collective(call, gpus, result, meeting)
     return result
@@ -260,7 +260,7 @@ def _group_of(call: OpCall) -> torch.distributed.ProcessGroup | None:
     return None if boxed is None else torch.distributed.ProcessGroup.unbox(boxed)
 
 
-def _carry_out(
+def _run_and_charge(
     call: OpCall, gpus: Sequence[VirtualGPU | None], place: Callable[[Any], None], meeting: Meeting | None
 ) -> Any:
     """Have gloo carry out a collective of GPU tensors, and put it on the clock. Returns its result.
@@ -272,7 +272,7 @@ def _carry_out(
     makes is copied. The collective is over when this returns. That delays no rank: all ranks have come by then
     (`meet`), and how long a collective takes on GPUs is for the clock to say.
     """
-    sent = _run_in_carrier(call, _same_bytes)
+    sent = _run_on_gloo(call, _same_bytes)
     makes_tensors = call.func.namespace != "c10d" and not call.op.written
     try:
         result = None if makes_tensors else _answer(call)
@@ -291,8 +291,8 @@ def _carry_out(
     return result
 
 
-def _run_in_carrier(call: OpCall, stand_in: Callable[[torch.Tensor], torch.Tensor] | None = None) -> Any:
-    """Run the operator in the group that gloo has for it (`carrier`), with a stand-in for each of its tensors."""
+def _run_on_gloo(call: OpCall, stand_in: Callable[[torch.Tensor], torch.Tensor] | None = None) -> Any:
+    """Run the operator in the group that gloo has for it (`gloo_group`), with a stand-in for each of its tensors."""
     group, given = _group_of(call), (call.args, call.kwargs)  # `wait_tensor` has no group
     other = None if group is None else groups.state_of(group).gloo_group
 

@@ -64,7 +64,7 @@ def require_backend(group: object, kind: str) -> None:
         raise RuntimeError(f"No backend type associated with device type {kind}")
 
 
-def carrier(group: torch.distributed.ProcessGroup) -> torch.distributed.ProcessGroup:
+def gloo_group(group: torch.distributed.ProcessGroup) -> torch.distributed.ProcessGroup:
     """The group that gloo has for a group's GPU tensors.
 
     Collectives of GPU tensors and of CPU tensors have different backends on a real machine, so different threads may

@@ -17,7 +17,7 @@ import torch
 
 from virtual_gpus.clock.traffic import message_seconds
 from virtual_gpus.features.distributed.arrivals import Arrival, Lane, begins, gpu_bytes, lane_of, note, occupy
-from virtual_gpus.features.distributed.groups import carrier, fake_links, host_and_slot, is_fake_group, state_of
+from virtual_gpus.features.distributed.groups import fake_links, gloo_group, host_and_slot, is_fake_group, state_of
 from virtual_gpus.machine import VirtualGPU
 from virtual_gpus.threads import below
 
@@ -63,8 +63,8 @@ def _tell_or_ask(
     """Tell the receiver when this message begins. Returns its end; for the receiver, a function that waits for it."""
     with below(), torch._C._DisableTorchDispatch(), torch.no_grad():
         message = torch.tensor([began, *host_and_slot(gpu)], dtype=torch.float64, device="cpu")
-        carried = carrier(group)
-        work = (carried.send if sends else carried.recv)([message], peer, tag + _CLOCK_TAG)
+        gloo = gloo_group(group)
+        work = (gloo.send if sends else gloo.recv)([message], peer, tag + _CLOCK_TAG)
     (_sent if sends else on_their_way).append((work, message))
     here, topology = host_and_slot(gpu), gpu.machine.topology
     if sends:  # as good a guess as any: where the rank would be

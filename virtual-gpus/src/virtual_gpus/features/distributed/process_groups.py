@@ -24,10 +24,10 @@ import torch
 
 from virtual_gpus.features.cuda.devices import gpu_at
 from virtual_gpus.features.distributed.collectives import charge_barrier
-from virtual_gpus.features.distributed.groups import carrier, require_backend, state_of, states
+from virtual_gpus.features.distributed.groups import gloo_group, require_backend, state_of, states
 from virtual_gpus.features.distributed.messages import until_times_have_arrived
 from virtual_gpus.features.distributed.one_rank import require_its_rank, runs_alone
-from virtual_gpus.features.distributed.whereabouts import leave_word
+from virtual_gpus.features.distributed.whereabouts import report_location
 from virtual_gpus.machine import VirtualGPU, active
 from virtual_gpus.patches.table import Patch, around
 from virtual_gpus.settings import INSTALLED
@@ -104,7 +104,7 @@ def _destroy(function: Callable, group: Any = None) -> None:
     if not runs_alone(active()):
         _until_threads_rest()
         if all_of_them and torch.distributed.is_initialized():
-            leave_word("has left: it ended its process group")
+            report_location("has left: it ended its process group")
     ended = {other: state for other, state in states.items() if state.gloo_group and (all_of_them or other is group)}
     function(group)
     for state in ended.values():
@@ -194,7 +194,7 @@ def _barrier(function: Callable, group: torch.distributed.ProcessGroup, *args: A
             opts.device = torch.device("cuda", gpu.index)
     if gpu is not None:
         charge_barrier(gpu, group)
-    return function(group if gpu is None else carrier(group), *args, **kwargs)
+    return function(group if gpu is None else gloo_group(group), *args, **kwargs)
 
 
 def _with_one_thread(raw: type) -> type:

@@ -87,7 +87,7 @@ def wait_for_all(work: Any, group: Any, words: str) -> None:
         return
     ranks = torch.distributed.get_process_group_ranks(group)
     mine = Wait(location(words, group), group.group_name, begun()[group.group_name], ranks, begun())
-    _say(_WAITS, json.dumps(mine))
+    _report(_WAITS, json.dumps(mine))
     pause = _SAYS_SO_AFTER_S / 4
     try:
         while not (why := _never(mine)) and not _is_done(work, pause):
@@ -97,9 +97,9 @@ def wait_for_all(work: Any, group: Any, words: str) -> None:
         if not why:
             raise
     finally:
-        _say(_WAITS, "")
+        _report(_WAITS, "")
     if why:
-        _say(_NEVER, "")
+        _report(_NEVER, "")
         raise CollectiveMismatch(why)
 
 
@@ -133,11 +133,11 @@ def _never(mine: Wait) -> str:
     """Why this rank waits for ever. Empty if others may still come, or if the process that had the store is gone."""
     here = torch.distributed.get_rank()
     with contextlib.suppress(RuntimeError):
-        told = _heard(_NEVER, here)
+        told = _reported(_NEVER, here)
         if mine.location in told:  # another rank saw it first
             return told
-        heard = {rank: _heard(_WAITS, rank) for rank in range(torch.distributed.get_world_size())}
-        circle = stuck({rank: Wait(*json.loads(text)) for rank, text in heard.items() if text} | {here: mine})
+        reports = {rank: _reported(_WAITS, rank) for rank in range(torch.distributed.get_world_size())}
+        circle = stuck({rank: Wait(*json.loads(text)) for rank, text in reports.items() if text} | {here: mine})
         if here in circle:
             lines = [f"  rank {rank} waits for {_ranks(wait.lacks(circle))} in {wait.location}"
                      for rank, wait in circle.items()]  # fmt: skip
@@ -151,33 +151,33 @@ def _never(mine: Wait) -> str:
 def tell_who_is_missing(error: BaseException, group: Any, words: str) -> None:
     """Add a note to gloo's error: in which collective this rank has waited, and where the others are, as far as known.
 
-    A rank that waits in vain leaves word in the store, and so does one that leaves.
+    A rank that waits in vain reports it in the store, and so does one that leaves.
     """
     here, ranks = torch.distributed.get_rank(), torch.distributed.get_process_group_ranks(group)
     mine = f"waited in {location(words, group)}"
     said, ends = {}, time.monotonic() + _OTHERS_ANSWER_IN_S
     with contextlib.suppress(RuntimeError):
-        leave_word(mine)
+        report_location(mine)
         others = [rank for rank in ranks if rank != here]
         while not all(said.get(rank) for rank in others) and time.monotonic() < ends:
-            said = {rank: _heard(_LAST, rank) for rank in others}
+            said = {rank: _reported(_LAST, rank) for rank in others}
             time.sleep(_ASKS_AGAIN_AFTER_S)
     unknown = "is not in a collective that waits: it computes, has ended, or waits for something else"
     lines = [f"  rank {rank} {said.get(rank) or unknown}" for rank in ranks if rank != here]
     error.add_note("\n".join([f"Rank {here} {mine}.", *lines]))
 
 
-def leave_word(words: str) -> None:
+def report_location(words: str) -> None:
     """Tell the other ranks where this one was last. Without the process that had the store, nothing happens."""
-    _say(_LAST, words)
+    _report(_LAST, words)
 
 
-def _say(key: str, words: str) -> None:
+def _report(key: str, words: str) -> None:
     with contextlib.suppress(RuntimeError):  # DistNetworkError: the process that had the store is gone
         _store().set(key.format(torch.distributed.get_rank()), words)
 
 
-def _heard(key: str, rank: int) -> str:
+def _reported(key: str, rank: int) -> str:
     """What a rank has said. Empty if it said nothing."""
     key = key.format(rank)
     return _store().get(key).decode() if _store().check([key]) else ""
