@@ -12,7 +12,6 @@ writes its results once, as most do.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from math import ceil, prod
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -46,8 +45,8 @@ def cost(name: str, inputs: Parts, outputs: Parts, spec: GPUSpec, precision: str
 
 
 def class_of(name: str) -> OperatorClass:
-    """The class of the ATen operator `name`."""
-    return _LISTS if name.startswith(("_foreach_", "_fused_")) else CLASSES.get(name, _READS_AND_WRITES)
+    """The class of the ATen operator `name`: its own, or that of all with its first word ("_foreach_*")."""
+    return CLASSES.get(name) or CLASSES.get(f"{name[: name.find('_', 1)]}_*", _READS_AND_WRITES)
 
 
 def _moving(nbytes: Callable[[Operation], float], floor: float, kernels: int = 1, share: float = 1.0) -> Formula:
@@ -64,21 +63,6 @@ def bytes_of(operands: Parts) -> int:
     return sum(part.nbytes for part in operands)
 
 
-_CHUNK, _CHUNKS = 65536, 320  # elements, and chunks of a launch (aten/src/ATen/native/cuda/MultiTensorApply.cuh)
-
-
-def _lists(operation: Operation) -> Cost:
-    """Optimizers: a kernel for some tensors, in chunks of which a launch takes a number at most."""
-    inputs, first, fitted = operation.inputs, operation.inputs[: operation.first], FITTED["lists"]
-    if operation.name.startswith("_foreach_addcmul"):
-        inputs = inputs[: 2 * operation.first]  # both factors are the gradient, in every optimizer
-    written = operation.outputs or first * (3 if operation.name.startswith("_fused_adam") else 1)
-    elements = sum(prod(part.shape) for part in first)
-    kernels = max(1, ceil(operation.first / fitted["tensors"])) + elements // (_CHUNKS * _CHUNK)
-    share = fitted["share"] if operation.outputs else fitted["share_in_place"]
-    return Cost(kernels * operation.kernel + operation.reading(bytes_of((*inputs, *written)), share), kernels, "list")
-
-
 all_bytes: Callable[[Operation], float] = attrgetter("nbytes")  # of arguments and results
 
 
@@ -88,13 +72,12 @@ def moves(row: str, nbytes: Callable[[Operation], float] = all_bytes, is_fusible
 
 
 _READS_AND_WRITES = OperatorClass(_moving(all_bytes, 1))
-_LISTS = OperatorClass(_lists, is_fusible=False)
-_FREE = OperatorClass(_moving(lambda operation: 0, 0, 0), is_fusible=False)
+FREE = OperatorClass(_moving(lambda operation: 0, 0, 0), is_fusible=False)
 
 CLASSES: dict[str, OperatorClass] = {  # features add theirs
     **dict.fromkeys(("zero_", "fill_", "zeros", "ones", "full", "zeros_like", "ones_like", "full_like", "new_zeros",
                 "new_ones", "new_full", "arange", "bernoulli_", "normal_", "uniform_", "random_", "randn", "rand",
                 "randint"), moves("fill", lambda operation: bytes_of(operation.outputs or operation.inputs[:1]))),
     **dict.fromkeys(("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view", "set_",
-                "resize_", "lift_fresh", "record_stream", "_reshape_alias", "record_grad_output_stream"), _FREE),
+                "resize_", "lift_fresh", "_reshape_alias"), FREE),
 }  # fmt: skip

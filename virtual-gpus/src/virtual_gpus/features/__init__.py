@@ -5,7 +5,7 @@ have these names, which are all that the package knows of it:
 
     patches()        what answers for PyTorch's names while virtual GPUs are on, as `patches.table` wants it
     RECIPES          by the base name of an operator ("mm"): how CUDA uses memory for it, see `features.recipes`
-    COSTS            by base name: how long it takes, a `clock.cost.OperatorClass`
+    COSTS            by base name, or "_foreach_*" for all of these: how long it takes, a `clock.cost.OperatorClass`
     CHECKS           by base name: what CUDA refuses or waits for before the operator runs
     CPU_KERNELS      by base name: given an overload, what computes in the place of the CPU's kernel, or None
     ON_THE_HOST      by base name: the arguments that CUDA wants, or takes, on the CPU

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import sys
+from math import ceil, prod
 
 import torch
 
+from virtual_gpus.clock.cost import FITTED, OperatorClass, bytes_of
+from virtual_gpus.clock.work import Cost, Operation
 from virtual_gpus.patches.table import Patch
 from virtual_gpus.placement.storages import device_of
 
+_CHUNK, _CHUNKS = 65536, 320  # elements, and chunks of a launch (aten/src/ATen/native/cuda/MultiTensorApply.cuh)
 _raw_group = torch.utils._foreach_utils._group_tensors_by_device_and_dtype
 
 
@@ -24,6 +28,21 @@ def _group_tensors_by_device_and_dtype(tensorlistlist, with_indices: bool = Fals
                     column.append(whole[row])
             numbers.append(indices[row])
     return {key: (lists, indices if with_indices else []) for key, (lists, indices) in groups.items()}
+
+
+def _lists(operation: Operation) -> Cost:
+    """Optimizers: a kernel for some tensors, in chunks of which a launch takes a number at most."""
+    inputs, first, fitted = operation.inputs, operation.inputs[: operation.first], FITTED["lists"]
+    if operation.name.startswith("_foreach_addcmul"):
+        inputs = inputs[: 2 * operation.first]  # both factors are the gradient, in every optimizer
+    written = operation.outputs or first * (3 if operation.name.startswith("_fused_adam") else 1)
+    elements = sum(prod(part.shape) for part in first)
+    kernels = max(1, ceil(operation.first / fitted["tensors"])) + elements // (_CHUNKS * _CHUNK)
+    share = fitted["share"] if operation.outputs else fitted["share_in_place"]
+    return Cost(kernels * operation.kernel + operation.reading(bytes_of((*inputs, *written)), share), kernels, "list")
+
+
+COSTS = dict.fromkeys(("_foreach_*", "_fused_*"), OperatorClass(_lists, is_fusible=False))
 
 
 def patches() -> list[Patch]:

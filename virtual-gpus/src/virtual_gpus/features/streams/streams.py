@@ -8,21 +8,23 @@ wait for another gets right numbers here and may get wrong ones on a real GPU.
 from __future__ import annotations
 
 import bisect
-import itertools
-import threading
 from collections import defaultdict
+from itertools import count
 
 import torch
 
 from virtual_gpus import errors
+from virtual_gpus.clock.cost import FREE
 from virtual_gpus.features.cuda.devices import gpu_at
 from virtual_gpus.features.tensors.attributes import gpu_as_seen
 from virtual_gpus.machine import VirtualGPU, active
 from virtual_gpus.patches.table import Patch, in_package
 from virtual_gpus.placement.storages import storages
+from virtual_gpus.threads import OfEachThread
 
 _POOL = 32  # streams of a GPU and a priority, handed out in turn (c10/cuda/CUDAStream.cpp)
 _CUDA = 1  # c10::DeviceType::CUDA
+COSTS = dict.fromkeys(("record_stream", "record_grad_output_stream"), FREE)
 _raw_record_stream = torch._C.TensorBase.record_stream
 
 
@@ -36,8 +38,7 @@ class Stream:
         least, greatest = self.priority_range()
         self.priority = max(greatest, min(priority, least))
         if stream_id is None:
-            made = self._gpu.feature_state.setdefault("streams made", defaultdict(itertools.count))
-            stream_id = 1 - self.priority * _POOL + next(made[self.priority]) % _POOL
+            stream_id = 1 - self.priority * _POOL + next(_streams_here(self._gpu).made[self.priority]) % _POOL
             if self.priority < 0:
                 self._gpu.machine.clock.tracks[self._gpu.slot].urgent.add(stream_id)
         self.stream_id = self.cuda_stream = stream_id  # 0 for the default stream
@@ -121,17 +122,11 @@ class ExternalStream(Stream):
     __init__ = errors.refusing("torch.cuda.ExternalStream")
 
 
-class _StreamChanges(threading.local):
-    """What a GPU keeps for each thread: its stream (None: the default one), and its changes of streams, see `_note`."""
-
-    def __init__(self) -> None:
-        self.stream: Stream | None = None
-        self.changes: list[tuple[int, Stream | None]] = []
-
-
-def _streams_here(gpu: VirtualGPU) -> _StreamChanges:
-    kept = gpu.feature_state.get("streams")
-    return kept if kept is not None else gpu.feature_state.setdefault("streams", _StreamChanges())
+def _streams_here(gpu: VirtualGPU) -> OfEachThread:
+    """This thread's stream of a GPU (None: the default one) and its changes, see `_note`, and what all threads made."""
+    if "streams" not in gpu.feature_state:
+        gpu.feature_state.setdefault("streams", OfEachThread(stream=None, changes=(), made=defaultdict(count)))
+    return gpu.feature_state["streams"]
 
 
 class Event:
@@ -260,11 +255,11 @@ _KEPT = 4096  # changes per GPU: older nodes belong to the default stream
 def _note(gpu: VirtualGPU) -> None:
     """Note the next node's number, and the stream from then on (None: the default one)."""
     kept, number = _streams_here(gpu), _next_number()
-    changes, stream = kept.changes, kept.stream
+    kept.changes = changes = kept.changes or []
     if changes and changes[-1][0] == number:
         changes.pop()  # no node was made meanwhile
-    if (changes[-1][1] if changes else None) != stream:
-        changes.append((number, stream))
+    if (changes[-1][1] if changes else None) != kept.stream:
+        changes.append((number, kept.stream))
     if len(changes) > _KEPT:
         del changes[: _KEPT // 2]
 
