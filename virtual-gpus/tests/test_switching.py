@@ -149,6 +149,18 @@ def test_a_failure_while_switching_on(monkeypatch):
         virtual_gpus(2).start()
 
 
+def test_a_failure_before_switching_on():
+    """Where no folder can be made for what processes share, nothing is on, and the object can be used later."""
+    gpus = virtual_gpus(2)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("virtual_gpus.machine.SharedMemoryRegistry", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            gpus.start()
+        gpus.stop()
+    assert len(gpus.start()) == 2
+    gpus.stop()
+
+
 def test_a_failure_while_switching_off(monkeypatch):
     monkeypatch.setattr(gputil, "forget", lambda: 1 / 0, raising=False)
     with pytest.raises(ZeroDivisionError), virtual_gpus(2):

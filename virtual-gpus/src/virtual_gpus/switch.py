@@ -56,8 +56,12 @@ class virtual_gpus:
             made = VirtualMachine(self._settings)
             made.start_in_child = start
             features.start(made)
+            try:
+                machine.push(made)
+            except BaseException:
+                features.stop(made)
+                raise
             self._machine = made
-            machine.push(made)
             try:
                 if first:
                     features.install()
