@@ -3,7 +3,7 @@
 import multiprocessing.queues
 import random
 import sys
-from types import ModuleType
+from types import FunctionType, ModuleType
 
 import torch
 import torch.utils._device
@@ -56,7 +56,11 @@ def state() -> dict:
 
 def _is_as_it_was(was, now) -> bool:
     """True also for what the import of PyTorch's compiler, or its first use, has wrapped for good."""
-    return was is now or was is getattr(now, "_torchdynamo_orig_callable", now)
+    if was is now:
+        return True
+    # By `torch._disable_dynamo`, which wraps before it knows what it wraps.
+    lazily = isinstance(now, FunctionType) and now.__code__.co_filename == torch._compile.__file__
+    return was is getattr(now, "__wrapped__" if lazily else "_torchdynamo_orig_callable", now)
 
 
 def stayed() -> list[str]:
