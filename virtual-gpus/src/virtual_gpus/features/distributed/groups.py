@@ -34,6 +34,7 @@ states: weakref.WeakKeyDictionary[object, GroupState] = weakref.WeakKeyDictionar
 
 
 def state_of(group: object) -> GroupState:
+    """The state of a group, which begins when it is first asked for and goes with the group."""
     return states.get(group) or states.setdefault(group, GroupState())
 
 
