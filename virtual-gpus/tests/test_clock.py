@@ -8,7 +8,7 @@ import torch
 from virtual_gpus import active_machine, record_timeline, virtual_gpus
 from virtual_gpus.clock.clock import Clock, ConcurrentThreads, Track
 from virtual_gpus.clock.cost import cost
-from virtual_gpus.clock.work import Operand
+from virtual_gpus.clock.work import Operand, added_on_host
 from virtual_gpus.gpus import kinds, spec
 
 MS = 1e-3
@@ -34,6 +34,12 @@ def test_streams_of_one_gpu_share_its_multiprocessors_fill_gaps_and_have_priorit
     clock.launch(0, 1, 1.0, 0.0, "urgent")  # when "a" is done; "b" has its time already, so "c" pays for it
     clock.launch(0, 0, 4.0, 0.0, "c")
     assert clock.mark(0, 1) == 5.0 and clock.mark(0, 0) == 13.0
+
+
+def test_a_row_of_the_host_s_times_that_is_not_there_is_refused_where_a_feature_names_it():
+    assert added_on_host("product") == pytest.approx(8e-6)
+    with pytest.raises(ValueError, match="no row 'produkt' in .* It has product, convolution, tensor"):
+        added_on_host("produkt")
 
 
 def test_threads_of_one_interpreter_slow_each_other_down_and_autograds_do_not():

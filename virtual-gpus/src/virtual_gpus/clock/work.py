@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from math import prod
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
+from virtual_gpus import figures
 from virtual_gpus.gpus import GPUSpec
 
 
@@ -32,15 +33,28 @@ class Operand(NamedTuple):
 
 
 BYTES = {"fp64": 8, "fp32": 4, "tf32": 4, "fp16": 2, "bf16": 2}  # of a number, by precision
-Kind = Literal["operator", "product", "convolution", "list", "elsewhere"]  # the last: the feature charges for it
+_ADDED = figures.read("host.toml")["added"]
+
+
+def added_on_host(row: str) -> float:
+    """Seconds that operators take on the host beyond others: a row of [added] in `figures/host.toml`.
+
+    Raises ValueError for another row, and names those that are there. A feature asks when it is imported.
+    """
+    if row not in _ADDED:
+        raise ValueError(f"figures/host.toml has no row {row!r} in [added]. It has {', '.join(_ADDED)}.")
+    return _ADDED[row]
 
 
 class Cost(NamedTuple):
-    """seconds: of all its kernels on the GPU. kernels: how many the host starts."""
+    """seconds: of all its kernels on the GPU. kernels: how many the host starts.
+
+    host: seconds that it takes on the host beyond other operators (`added_on_host`). None: the feature charges for it.
+    """
 
     seconds: float
     kernels: float
-    kind: Kind = "operator"
+    host: float | None = 0.0
 
 
 class Operation(NamedTuple):

@@ -118,7 +118,7 @@ def charge_foreach(call: OpCall, columns: list[Sequence[torch.Tensor]], gpus: li
             made = () if op.base.endswith("_") else rows[0]
             inputs = operands(chain(*rows))
             charge = cost(op.base, inputs, operands(made), gpu.spec, first=len(rows[0]))
-            kept = _kept[key] = times(gpu, charge, len(inputs))
+            kept = _kept[key] = times(gpu, charge)
         _issue(gpu, op.base, chain(*rows), *kept, call if len(rows[0]) == len(gpus) else None)
 
 
@@ -242,13 +242,12 @@ def _look_up(call: OpCall, name: str, result: Any) -> tuple[float, float, float]
     return times(call.gpu, charge, in_place=bool(op.written))
 
 
-def times(gpu: VirtualGPU, charge: Cost, tensors: int = 0, in_place: bool = False) -> tuple[float, float, float]:
-    """Seconds on the GPU, on the host to issue the first kernel, and there to issue the others. tensors: in lists."""
+def times(gpu: VirtualGPU, charge: Cost, in_place: bool = False) -> tuple[float, float, float]:
+    """Seconds on the GPU, on the host to issue the first kernel, and there to issue the others."""
     pace = gpu.machine.clock.host
     if not charge.kernels:
-        return 0.0, 0.0 if charge.kind == "elsewhere" else pace.view, 0.0
-    further = {"operator": 0.0, "product": pace.product, "convolution": pace.convolution, "list": pace.tensor * tensors}
-    host = (pace.in_place if in_place else pace.operator) + further[charge.kind]
+        return 0.0, 0.0 if charge.host is None else pace.view, 0.0
+    host = (pace.in_place if in_place else pace.operator) + (charge.host or 0.0)
     return charge.seconds, host, pace.kernel * (charge.kernels - 1)
 
 

@@ -18,7 +18,7 @@ import torch
 
 from virtual_gpus.clock.cost import FITTED, OperatorClass
 from virtual_gpus.clock.cost_matmul import product
-from virtual_gpus.clock.work import Cost, Operation
+from virtual_gpus.clock.work import Cost, Operation, added_on_host
 from virtual_gpus.dispatch.op_call import OpCall
 from virtual_gpus.machine import VirtualGPU, active
 from virtual_gpus.memory_model import blas_workspaces
@@ -96,6 +96,7 @@ def leave_handle(gpu: VirtualGPU, holder: object) -> None:
 
 # Where the two matrices stand among an operator's arguments.
 _FIRST = {"mm": 0, "bmm": 0, "addmm": 1, "addmm_": 1, "baddbmm": 1, "baddbmm_": 1, "_addmm_activation": 1}
+_HOST = added_on_host("product")
 
 
 def copied_bytes(matrix: torch.Tensor) -> int:
@@ -158,11 +159,11 @@ def _matrices(operation: Operation) -> Cost:
     aligned = all(part.leading * part.itemsize % 16 == 0 for part in (first, second, *operation.outputs[:1]))
     sizes = first.shape[-2], second.shape[-1], first.shape[-1], prod(first.shape[:-2])
     seconds, kernels = product(operation.spec, *sizes, operation.precision, with_bias, aligned)
-    return Cost(seconds, kernels, "product")
+    return Cost(seconds, kernels, _HOST)
 
 
 def _vector(operation: Operation) -> Cost:
-    return Cost(FITTED["vector"]["floor"] * operation.kernel + operation.reading(operation.nbytes), 1, "product")
+    return Cost(FITTED["vector"]["floor"] * operation.kernel + operation.reading(operation.nbytes), 1, _HOST)
 
 
 _PRODUCT = OperatorClass(_matrices, is_fusible=False, tf32_setting="matmul", depends_on_strides=True)

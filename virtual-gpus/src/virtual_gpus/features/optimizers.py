@@ -8,11 +8,12 @@ from math import ceil, prod
 import torch
 
 from virtual_gpus.clock.cost import FITTED, OperatorClass, bytes_of
-from virtual_gpus.clock.work import Cost, Operation
+from virtual_gpus.clock.work import Cost, Operation, added_on_host
 from virtual_gpus.patches.table import Patch
 from virtual_gpus.placement.storages import device_of
 
 _CHUNK, _CHUNKS = 65536, 320  # elements, and chunks of a launch (aten/src/ATen/native/cuda/MultiTensorApply.cuh)
+_TENSOR = added_on_host("tensor")
 _raw_group = torch.utils._foreach_utils._group_tensors_by_device_and_dtype
 
 
@@ -39,7 +40,8 @@ def _lists(operation: Operation) -> Cost:
     elements = sum(prod(part.shape) for part in first)
     kernels = max(1, ceil(operation.first / fitted["tensors"])) + elements // (_CHUNKS * _CHUNK)
     share = fitted["share"] if operation.outputs else fitted["share_in_place"]
-    return Cost(kernels * operation.kernel + operation.reading(bytes_of((*inputs, *written)), share), kernels, "list")
+    host = _TENSOR * len(operation.inputs) if operation.first else 0.0
+    return Cost(kernels * operation.kernel + operation.reading(bytes_of((*inputs, *written)), share), kernels, host)
 
 
 COSTS = dict.fromkeys(("_foreach_*", "_fused_*"), OperatorClass(_lists, is_fusible=False))

@@ -9,7 +9,7 @@ from math import ceil
 
 from virtual_gpus import figures
 from virtual_gpus.clock.cost import OperatorClass
-from virtual_gpus.clock.work import Cost, Operation
+from virtual_gpus.clock.work import Cost, Operation, added_on_host
 from virtual_gpus.dispatch.measured_calls import key_of
 from virtual_gpus.dispatch.timing import launch, precision_of
 from virtual_gpus.features.attention.kernels import Cudnn, Efficient, Flash
@@ -17,7 +17,7 @@ from virtual_gpus.features.attention.values import Numbers, T
 from virtual_gpus.gpus import GPUSpec
 from virtual_gpus.machine import VirtualGPU
 
-_FITTED = figures.read("operators.toml")["attention"]
+_FITTED, _HOST = figures.read("operators.toml")["attention"], added_on_host("product")
 
 
 def charge_attention(gpu: VirtualGPU, name: str, query: T, key: T, value: T, numbers: Numbers) -> None:
@@ -45,13 +45,13 @@ def _cost(query: T, key: T, numbers: Numbers, spec: GPUSpec, backward: bool) -> 
     read = samples * heads * (2 * rows + 2 * columns) * width * itemsize
     seconds = max(flops / (getattr(spec.flops, precision) * share), read / (spec.bandwidth * reached.memory))
     if not backward:
-        return Cost(seconds + _FITTED["floor"] * reached.kernel, 1, "product")
+        return Cost(seconds + _FITTED["floor"] * reached.kernel, 1, _HOST)
     seconds += 2 * read / (spec.bandwidth * reached.memory)
-    return Cost(seconds + _FITTED["floor_backward"] * reached.kernel, 1 + _FITTED["other_kernels"], "product")
+    return Cost(seconds + _FITTED["floor_backward"] * reached.kernel, 1 + _FITTED["other_kernels"], _HOST)
 
 
 def _elsewhere(operation: Operation) -> Cost:
-    return Cost(0.0, 0, "elsewhere")
+    return Cost(0.0, 0, host=None)
 
 
 _CLASS = OperatorClass(_elsewhere, is_fusible=False)

@@ -15,12 +15,12 @@ from math import prod
 from virtual_gpus import figures
 from virtual_gpus.clock.cost import OperatorClass
 from virtual_gpus.clock.cost_matmul import in_tiles
-from virtual_gpus.clock.work import Cost, Operand, Operation
+from virtual_gpus.clock.work import Cost, Operand, Operation, added_on_host
 from virtual_gpus.memory_model import rounded_up
 
 _FIGURES = figures.read("operators.toml")
 _FITTED, _SUM = _FIGURES["convolutions"], _FIGURES["formulas"]["reduction"]
-_TILES = tuple(map(tuple, _FITTED["tiles"]))
+_TILES, _HOST = tuple(map(tuple, _FITTED["tiles"])), added_on_host("convolution")
 
 
 def forward(operation: Operation) -> Cost:
@@ -65,14 +65,14 @@ def _conv(
     if groups > 1 and filters.shape[1] == 1 and images.itemsize == 4:
         arithmetic = flops / (spec.flops.fp32 * conv["own_kernels"])
         once = gradients * operation.reading(images.nbytes + result.nbytes)
-        return Cost(floor + max(arithmetic, once), max(1, round(conv["kernels"] * half)), "convolution")
+        return Cost(floor + max(arithmetic, once), max(1, round(conv["kernels"] * half)), _HOST)
     slower = max(1, min(groups, 8 if cores else _FITTED["simt_columns"] / filters.shape[1]))
     seconds = floor + flops / (speed / slower)
     if not (cores and _lie_last(images, filters)):
         passes = half if cores else half / 4  # other kernels take images and filters as they lie
         seconds += passes * operation.reading(conv["filters"] * filters.nbytes)
         seconds += half * operation.reading(conv["images"] * (images.nbytes + result.nbytes))
-    return Cost(seconds, max(1, round(conv["kernels"] * half)), "convolution")
+    return Cost(seconds, max(1, round(conv["kernels"] * half)), _HOST)
 
 
 def _lie_last(images: Operand, filters: Operand) -> bool:
@@ -106,10 +106,10 @@ def _in_two_bytes(
     groups = max(1, images.shape[1] // into)
     if into == 1 < groups:
         seconds = gradients * _depthwise(operation, backward, last, images, filters, result)
-        return Cost(3 * operation.kernel + seconds, gradients, "convolution")
+        return Cost(3 * operation.kernel + seconds, gradients, _HOST)
     if backward and last and groups > 1 and (into not in _FITTED["fast_widths"] or groups % _FITTED["fast_groups"]):
         flops = 2 * gradients * prod(result.shape) * taps * into
-        return Cost(flops / (operation.spec.flops.fp32 * _FITTED["slow_groups"] * into**0.5), gradients, "convolution")
+        return Cost(flops / (operation.spec.flops.fp32 * _FITTED["slow_groups"] * into**0.5), gradients, _HOST)
     out, pixels = filters.shape[0] // groups, prod(result.shape) // result.shape[1]
     channels = into if groups > 1 else rounded_up(into, _FITTED["channels"])
     products = [(pixels, out, taps * channels)]
@@ -123,13 +123,13 @@ def _in_two_bytes(
     arithmetic = [slower * seconds for seconds, _ in times]
     seconds = sum(max(each, once) for each in arithmetic[:gradients])
     if last:
-        return Cost(seconds, gradients, "convolution")
+        return Cost(seconds, gradients, _HOST)
     half, flow = gradients / 2 if backward else 1, images.nbytes + result.nbytes
     held = min(flow, operation.spec.l2_bytes)
     seconds += half * operation.kernel * (conv["floor"] + conv["window"] * (taps > 1))
     seconds += half * operation.reading(conv["filters"] * filters.nbytes + conv["images"] * held)
     seconds += gradients * operation.reading(_FITTED["rewritten"] * (flow - held))
-    return Cost(seconds, max(1, round(conv["kernels"] * half)), "convolution")
+    return Cost(seconds, max(1, round(conv["kernels"] * half)), _HOST)
 
 
 def _depthwise(
