@@ -165,6 +165,10 @@ class GPUSpec:
         """Cycles per second at boost: the data sheet's fp32 peak over two operations per core and cycle."""
         return self.flops.fp32 / (2 * self.cores * self.multi_processor_count)
 
+    def seconds_to_move(self, nbytes: float, share: float = 1.0) -> float:
+        """Seconds to read or write bytes in the GPU's memory, at a share (0 to 1) of the speed of an addition."""
+        return nbytes / (self.bandwidth * self.reached.memory * share)
+
 
 _KINDS = {kind.lower(): kind for kind in sorted(path.stem for path in (figures.FOLDER / "kinds").glob("*.toml"))}
 

@@ -30,8 +30,7 @@ def product(
     if not aligned and batch == 1 and precision in spec.tensor_cores:
         seconds += (_FITTED["misaligned"] - 1) * (seconds - _FITTED["start_on_cores"] * reached.kernel)
     nbytes = BYTES[precision] * batch * (m * k + k * n + m * n)
-    least = nbytes / (spec.bandwidth * reached.memory)
-    return max(seconds, least + reached.kernel), kernels
+    return max(seconds, spec.seconds_to_move(nbytes) + reached.kernel), kernels
 
 
 @lru_cache(maxsize=8192)

@@ -69,8 +69,8 @@ class Operation(NamedTuple):
     first: int = 0
 
     def reading(self, nbytes: float, share: float = 1.0) -> float:
-        """Seconds to read or write bytes in GPU memory, at a share of the speed of an addition."""
-        return nbytes / (self.spec.bandwidth * self.spec.reached.memory * share)
+        """See `GPUSpec.seconds_to_move`."""
+        return self.spec.seconds_to_move(nbytes, share)
 
     @property
     def kernel(self) -> float:

@@ -43,10 +43,10 @@ def _cost(query: T, key: T, numbers: Numbers, spec: GPUSpec, backward: bool) -> 
         share = _FITTED["share_of_products"] * reached.tensor
     share /= _FITTED["dropout"] if numbers.dropout else 1
     read = samples * heads * (2 * rows + 2 * columns) * width * itemsize
-    seconds = max(flops / (getattr(spec.flops, precision) * share), read / (spec.bandwidth * reached.memory))
+    seconds = max(flops / (getattr(spec.flops, precision) * share), spec.seconds_to_move(read))
     if not backward:
         return Cost(seconds + _FITTED["floor"] * reached.kernel, 1, _HOST)
-    seconds += 2 * read / (spec.bandwidth * reached.memory)
+    seconds += spec.seconds_to_move(2 * read)
     return Cost(seconds + _FITTED["floor_backward"] * reached.kernel, 1 + _FITTED["other_kernels"], _HOST)
 
 

@@ -50,16 +50,16 @@ class Fusion:
         self._charge(gpu, "fused", tensors, unwritten=True)
 
     def _charge(self, gpu: VirtualGPU, name: str, tensors: Iterable[torch.Tensor], unwritten: bool) -> None:
-        tensors, found = list(tensors), {}
+        tensors, sizes = list(tensors), {}
         for tensor in tensors:
             allocation = allocation_of(tensor)
             if (id(allocation) in self._unwritten) == unwritten:
-                found[id(allocation)] = nbytes(tensor)
+                sizes[id(allocation)] = nbytes(tensor)
         clock = gpu.machine.clock
         await_tensors(gpu, tensors)
-        seconds = sum(found.values()) / (gpu.spec.bandwidth * gpu.spec.reached.memory)
+        seconds = gpu.spec.seconds_to_move(sum(sizes.values()))
         if seconds:
             clock.launch(gpu.slot, gpu.stream, seconds, 0.0 if unwritten else clock.host.kernel, name)
         if unwritten:
-            for key in found:
+            for key in sizes:
                 del self._unwritten[key]
