@@ -7,6 +7,7 @@ The routes call `charge_op` after every operator on a GPU. Code that computes be
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from itertools import chain
 from operator import attrgetter, mul
 from typing import Any
@@ -25,12 +26,24 @@ from virtual_gpus.threads import this_thread
 
 Tensors, TensorList, Call, GPU = Iterable[torch.Tensor], Sequence[torch.Tensor], OpCall | None, VirtualGPU | None
 _PRECISION = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float64: "fp64"}
-_kept: dict[Any, tuple[float, float, float]] = {}  # -> seconds on the GPU, on the host, and there for more kernels
+_kept: dict[Any, LaunchTimes] = {}
 _allows_tf32 = torch._C._get_fp32_precision_getter
 _grad_enabled = torch.is_grad_enabled
 # Not comprehensions: a call into Python per operator costs, and a generator that is cut short swallows a Ctrl-C.
 _form, _is_trained = attrgetter("shape", "dtype"), attrgetter("requires_grad")
 _elements, _itemsize = torch.Tensor.numel, torch.Tensor.element_size
+
+
+@dataclass(frozen=True, slots=True)  # and no tuple: a warm operator reads its attributes faster
+class LaunchTimes:
+    """Seconds of the kernels of one operator.
+
+    seconds: on the GPU, all of them. host: on the host, to issue the first one. further: there, to issue the others.
+    """
+
+    seconds: float
+    host: float
+    further: float
 
 
 def charge_op(call: OpCall, result: Any) -> None:
@@ -57,20 +70,24 @@ def charge_op(call: OpCall, result: Any) -> None:
         kept = _kept[key] = _look_up(call, name, result)
         if len(_kept) > 65536:
             _kept.clear()
-    seconds, host, further = kept
-    if not seconds:
-        clock.spend(host, gpu.slot)
+    if not kept.seconds:
+        clock.spend(kept.host, gpu.slot)
         return
-    if this_thread.in_backward or (_grad_enabled() and any(map(_is_trained, tensors))):  # as in `launch`
-        host += clock.host.training
-    _issue(gpu, op.base, tensors, seconds, host, further, call)
+    _issue(gpu, op.base, tensors, kept, call)
 
 
 def _issue(
-    gpu: VirtualGPU, name: str, tensors: Tensors, seconds: float, host: float, further: float, call: Call = None
+    gpu: VirtualGPU, name: str, tensors: Tensors, needs: LaunchTimes, call: Call = None, trains: bool | None = None
 ) -> None:
-    """Kernels in the current stream, which wait for what they read. call: whose measured seconds win."""
+    """Kernels in the current stream, which wait for what they read.
+
+    call: whose measured seconds win. trains: whether autograd notes them down, which costs the host more. None: if it
+    runs in this thread, or records and one of the tensors is trained.
+    """
     clock, stream = gpu.machine.clock, gpu.of_thread.stream
+    seconds, host = needs.seconds, needs.host
+    if trains or (trains is None and (this_thread.in_backward or (_grad_enabled() and any(map(_is_trained, tensors))))):
+        host += clock.host.training
     if gpu.machine.charger is not None:
         tensors = list(tensors)
         gpu.machine.charger.before(gpu, tensors)
@@ -78,7 +95,7 @@ def _issue(
         seconds = gpu.machine.measured.seconds(key_of(call.func, call.args, call.kwargs), seconds)
     if clock.tracks[gpu.slot].late:  # asked here too, which spares the call
         await_tensors(gpu, tensors)
-    clock.launch(gpu.slot, stream, seconds, host, name, further)
+    clock.launch(gpu.slot, stream, seconds, host, name, needs.further)
 
 
 def charge_kernel(
@@ -94,13 +111,9 @@ def launch(
 ) -> None:
     """Kernels that the dispatch mode does not see.
 
-    trains: autograd notes them down, which costs the host more. Of what is called by a function of autograd's in
-    Python, only the caller knows.
+    trains: autograd notes them down. Of what is called by a function of autograd's in Python, only the caller knows.
     """
-    seconds, host, further = times(gpu, charge)
-    if trains or this_thread.in_backward or (_grad_enabled() and any(map(_is_trained, reads))):
-        host += gpu.machine.clock.host.training
-    _issue(gpu, name, reads, seconds, host, further)
+    _issue(gpu, name, reads, times(gpu, charge), trains=trains or None)
     gpu.machine.follower.kernel(name, reads, writes)
 
 
@@ -119,7 +132,7 @@ def charge_foreach(call: OpCall, columns: list[Sequence[torch.Tensor]], gpus: li
             inputs = operands(chain(*rows))
             charge = cost(op.base, inputs, operands(made), gpu.spec, first=len(rows[0]))
             kept = _kept[key] = times(gpu, charge)
-        _issue(gpu, op.base, chain(*rows), *kept, call if len(rows[0]) == len(gpus) else None)
+        _issue(gpu, op.base, chain(*rows), kept, call if len(rows[0]) == len(gpus) else None, trains=False)
 
 
 def _nbytes(tensors: Sequence[torch.Tensor]) -> int:
@@ -155,7 +168,7 @@ def charge_copy(
         shape = (tensor.numel(),)
         parts = (Operand(shape, tensor.dtype.itemsize),), (Operand(shape, itemsize),)
         cast = times(here, cost("_to_copy", *parts, here.spec))
-        here.machine.clock.launch(here.slot, here.stream, *cast[:2], "_to_copy", cast[2])
+        here.machine.clock.launch(here.slot, here.stream, cast.seconds, cast.host, "_to_copy", cast.further)
     if source is target or (source and target and source.machine is not target.machine):
         return
     if source is not None and target is not None:
@@ -230,7 +243,7 @@ def _shape_of(result: Any) -> tuple[Any, ...] | None:
     return None
 
 
-def _look_up(call: OpCall, name: str, result: Any) -> tuple[float, float, float]:
+def _look_up(call: OpCall, name: str, result: Any) -> LaunchTimes:
     op, tensors = call.op, call.tensors
     if op.outputs:
         given = tensors_in([call.kwargs.get(output) for output in op.outputs])  # they come last
@@ -242,13 +255,13 @@ def _look_up(call: OpCall, name: str, result: Any) -> tuple[float, float, float]
     return times(call.gpu, charge, in_place=bool(op.written))
 
 
-def times(gpu: VirtualGPU, charge: Cost, in_place: bool = False) -> tuple[float, float, float]:
-    """Seconds on the GPU, on the host to issue the first kernel, and there to issue the others."""
+def times(gpu: VirtualGPU, charge: Cost, in_place: bool = False) -> LaunchTimes:
+    """The times of an operator, of what it costs. in_place: it creates no tensor."""
     pace = gpu.machine.clock.host
     if not charge.kernels:
-        return 0.0, 0.0 if charge.host is None else pace.view, 0.0
+        return LaunchTimes(0.0, 0.0 if charge.host is None else pace.view, 0.0)
     host = (pace.in_place if in_place else pace.operator) + (charge.host or 0.0)
-    return charge.seconds, host, pace.kernel * (charge.kernels - 1)
+    return LaunchTimes(charge.seconds, host, pace.kernel * (charge.kernels - 1))
 
 
 def operands(tensors: Iterable[torch.Tensor]) -> tuple[Operand, ...]:
