@@ -14,7 +14,7 @@ have these names, which are all that the package knows of it:
     ASKS_FIRST       by base name: given an operator's arguments before they have another holder, `OpCall.answer`
     ROUTES           by kind of operator (`operators.Operator.kind`): what is done with one
     LASTING          files of PyTorch whose calls into C++ make tensors once and fill them later
-    ALLOCATES        functions that ask for GPU memory of one kind, rows of `timeline.peak.ALLOCATORS`
+    ALLOCATES        functions that ask for GPU memory of one kind, each as a `timeline.peak.Allocator`
     prepare()        called before the patches go in, when the first virtual GPUs go on
     forget()         called before the patches are taken out, when the last ones go off
     start(machine)   called before the GPUs of a machine go on
@@ -68,7 +68,7 @@ for _name in ("RECIPES", "CHECKS", "CPU_KERNELS", "ON_THE_HOST", "MIXTURES", "AS
 cost.CLASSES.update(_merged("COSTS"))
 operators.ROUTES.update(routes.ROUTES | _merged("ROUTES"))
 creation_sites.LASTING.update(*_offered("LASTING"))
-peak.ALLOCATORS += [row for rows in _offered("ALLOCATES") for row in rows]
+peak.ALLOCATORS += [peak.Allocator(*row) for rows in _offered("ALLOCATES") for row in rows]
 
 
 def patches() -> list[table.Patch]:

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from types import FrameType
 
 import torch
 
 from virtual_gpus.clock.cost import moves
 from virtual_gpus.dispatch.op_call import OpCall
-from virtual_gpus.timeline.peak import BUFFERS, GATHERED, PARAMETERS
+from virtual_gpus.timeline.peak import BUFFERS, GATHERED, GRADIENTS, PARAMETERS
 
 _THREADS, _BYTES = 128, 128 * 16  # of one block: its threads, and what it copies at a time
 _NUMBER = 8  # bytes
@@ -74,6 +75,11 @@ def _padded_shape(shape: Sequence[int], dim: int, chunks: int) -> list[int]:
     return [*shape[:dim], -(-shape[dim] // chunks) * chunks, *shape[dim + 1 :]]
 
 
+def _whole_gradients(foreach_reduce: FrameType) -> list[tuple[str, torch.Tensor]]:
+    """Those before they are scattered, which no optimizer sees."""
+    return [(GRADIENTS, tensor) for tensor in foreach_reduce.f_locals.get("unsharded_grads") or ()]
+
+
 RECIPES = {"split_with_sizes_copy": split_with_sizes_copy,
            **dict.fromkeys(("_chunk_cat", "chunk_cat", "chunk_cat_mixed_dtype"), chunk_cat)}  # fmt: skip
 # Each byte is read once and written once: of a gathered tensor, of gradients, and of a rank's own part, the first
@@ -83,7 +89,7 @@ COSTS = {
     **dict.fromkeys(("chunk_cat", "chunk_cat_mixed_dtype"), moves("chunked", is_fusible=False)),
     "all_gather_copy_in": moves("copied_in", lambda operation: 2 * operation.outputs[0].nbytes, is_fusible=False),
 }  # fmt: skip
-ALLOCATES = [("fsdp/_fully_shard/_fsdp_collectives.py", ("foreach_reduce",), BUFFERS),
+ALLOCATES = [("fsdp/_fully_shard/_fsdp_collectives.py", ("foreach_reduce",), BUFFERS, _whole_gradients),
              ("fsdp/_fully_shard/_fsdp_collectives.py", None, GATHERED),
              ("fsdp/_fully_shard/_fsdp_param.py", ("_init_sharded_param", "reset_sharded_param"), PARAMETERS),
              ("fsdp/_fully_shard/_fsdp_param.py", None, GATHERED),

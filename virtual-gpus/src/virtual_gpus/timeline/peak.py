@@ -13,8 +13,9 @@ import re
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import FrameType
+from typing import NamedTuple
 
 import torch
 
@@ -26,14 +27,28 @@ ACTIVATIONS, GATHERED, BUFFERS = "activations", "gathered layers", "communicatio
 UPDATES, WORKSPACES, OTHER = "optimizer step", "workspaces", "other"  # what a step computes in between; of libraries
 KINDS = (PARAMETERS, GRADIENTS, STATE, ACTIVATIONS, GATHERED, BUFFERS, UPDATES, WORKSPACES, OTHER)
 
-# (end of a file's name, functions or None for all of them, kind), the first that fits. Features add their `ALLOCATES`.
-ALLOCATORS: list[tuple[str, tuple[str, ...] | None, str]] = [
-    ("torch/nn/modules/module.py", ("_apply", "to_empty"), PARAMETERS),
-    ("torch/nn/modules/module.py", ("_call_impl",), ACTIVATIONS),
-    ("torch/nn/functional.py", None, ACTIVATIONS),
-    ("torch/autograd/graph.py", ("_engine_run_backward",), ACTIVATIONS),
-    ("torch/optim/optimizer.py", ("profile_hook_step", "wrapper"), UPDATES),
+
+
+class Allocator(NamedTuple):
+    """Functions that ask for memory of one kind: the end of their file's name, and their names (None: all in it).
+
+    owned: of a running one, by its frame, the (kind, tensor) that it has and no parameter or optimizer shows.
+    """
+
+    file: str
+    functions: tuple[str, ...] | None
+    kind: str
+    owned: Callable[[FrameType], Iterable[tuple[str, torch.Tensor]]] = lambda frame: ()
+
+
+ALLOCATORS = [  # the first that fits counts; features add their `ALLOCATES`
+    Allocator("torch/nn/modules/module.py", ("_apply", "to_empty"), PARAMETERS),
+    Allocator("torch/nn/modules/module.py", ("_call_impl",), ACTIVATIONS),
+    Allocator("torch/nn/functional.py", None, ACTIVATIONS),
+    Allocator("torch/autograd/graph.py", ("_engine_run_backward",), ACTIVATIONS),
+    Allocator("torch/optim/optimizer.py", ("profile_hook_step", "wrapper"), UPDATES),
 ]
+_MAKES_LAYER = Allocator("", ("__init__",), PARAMETERS)  # in any file of torch/nn/modules
 
 _NUMBER = re.compile(r"\.\d+(?=\.|$)")
 _CALLS_MODULE = torch.nn.Module._call_impl.__code__
@@ -41,13 +56,13 @@ _RUNS_BACKWARD = torch.autograd.graph._engine_run_backward.__code__
 
 
 @functools.cache
-def _kind_of_function(file: str, function: str) -> str | None:
-    """The kind of what a function allocates; None if that says nothing, and its caller is to be asked."""
+def _allocator(file: str, function: str) -> Allocator | None:
+    """The row of a function; None if it says nothing of what it allocates, and its caller is to be asked."""
     name = file.replace("\\", "/")
-    for end, functions, kind in ALLOCATORS:
-        if name.endswith(end) and (functions is None or function in functions):
-            return kind
-    return PARAMETERS if "/torch/nn/modules/" in name and function == "__init__" else None
+    for row in ALLOCATORS:
+        if name.endswith(row.file) and (row.functions is None or function in row.functions):
+            return row
+    return _MAKES_LAYER if "/torch/nn/modules/" in name and function == "__init__" else None
 
 
 def kind_of(frames: Iterable[tuple[str, str]]) -> str:
@@ -56,12 +71,12 @@ def kind_of(frames: Iterable[tuple[str, str]]) -> str:
     No frame at all means the backward pass: on a real GPU it runs in threads of C++, where there is no Python. The rows
     of features count once `virtual_gpus.virtual_gpus` was imported.
     """
-    kind: str | None = ACTIVATIONS
+    kind = ACTIVATIONS
     for file, function in frames:
-        kind = _kind_of_function(file, function)
-        if kind is not None:
-            return kind
-    return kind or OTHER
+        row, kind = _allocator(file, function), OTHER
+        if row is not None:
+            return row.kind
+    return kind
 
 
 def owned(things: Iterable[torch.Tensor | torch.optim.Optimizer]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -214,8 +229,9 @@ class AllocatorLog(PeakLog):
     def _stack(self) -> Iterator[tuple[str, str]]:
         frame: FrameType | None = sys._getframe(1)
         while frame is not None:
-            if frame.f_code.co_name == "foreach_reduce":  # it still has the whole gradients, no optimizer sees them
-                for gradient in frame.f_locals.get("unsharded_grads") or ():
-                    self._mark_tensor(GRADIENTS, gradient)
-            yield frame.f_code.co_filename, frame.f_code.co_name
+            function = frame.f_code.co_filename, frame.f_code.co_name
+            row = _allocator(*function)
+            for kind, tensor in () if row is None else row.owned(frame):
+                self._mark_tensor(kind, tensor)
+            yield function
             frame = frame.f_back
