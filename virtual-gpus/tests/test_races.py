@@ -16,6 +16,7 @@ from torch.distributed._functional_collectives import all_reduce
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import rms_norm, scaled_dot_product_attention
+from torch.nn.parallel.comm import reduce_add
 from virtual_gpus import RaceError, virtual_gpus
 from virtual_gpus.switch import active_machine
 from virtual_gpus.testing import RankError, run_ranks
@@ -121,6 +122,16 @@ def a_copy_from_another_gpu(mended):
         y * 2
 
 
+def replicas_are_summed_too_early(mended):
+    sums, stream = [ones("cuda:0"), ones("cuda:1")], torch.cuda.Stream("cuda:1")
+    stream.wait_stream(torch.cuda.current_stream("cuda:1"))
+    with torch.cuda.stream(stream):
+        sums[1].mul_(2)
+    if mended:
+        torch.cuda.current_stream("cuda:1").wait_stream(stream)
+    reduce_add(sums)
+
+
 def beside(work):
     """The start of a race: a tensor, another stream, and what `work` makes of the tensor there."""
 
@@ -179,8 +190,9 @@ def in_parts(start, mend, go_on, mended):
 
 
 WHOLE = (starts_too_early, a_part_of_it, the_event_is_recorded_too_early, the_event_is_of_another_stream,
-         the_event_is_not_asked, freed_while_another_stream_reads, freed_while_another_stream_reads_a_part,
-         resized_while_another_stream_reads, the_optimizer, a_copy_from_another_gpu)  # fmt: skip
+         the_event_is_not_asked, replicas_are_summed_too_early, freed_while_another_stream_reads,
+         freed_while_another_stream_reads_a_part, resized_while_another_stream_reads, the_optimizer,
+         a_copy_from_another_gpu)  # fmt: skip
 CASES = {case.__name__: case for case in WHOLE} | {name: partial(in_parts, *parts) for name, parts in IN_PARTS.items()}
 
 

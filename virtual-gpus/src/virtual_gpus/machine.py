@@ -228,6 +228,11 @@ def active() -> VirtualMachine | None:
     return _stack[-1] if _stack else None
 
 
+def get_machine() -> VirtualMachine:
+    """The same, for what answers only while GPUs are on, as patches do."""
+    return _stack[-1]
+
+
 def recordable() -> VirtualMachine:
     """The active machine, for a recorder. Raises RuntimeError if no virtual GPUs are on."""
     if not _stack:

@@ -324,12 +324,17 @@ class ConcurrentThreads:
     over as there are threads; the caller goes on when the last one is through. So run DataParallel's replicas.
     """
 
-    def __init__(self, clock: Clock, members: int):
-        self.clock, self.members = clock, members
-        self.began = self.ended = clock.now
-        self.share = clock.share
+    def __init__(self, clock: Clock, members: int = 0):
+        self.clock, self.members, self.started = clock, members, False
+        self.began, self.issued, self.share = clock.now, clock.issued, clock.share
+        self.ended = self.began
+
+    def may_grow(self, clock: Clock) -> bool:
+        """Whether another thread may join. Nothing is issued while threads are made that run together."""
+        return clock is self.clock and not self.started and self.issued == clock.issued
 
     def __enter__(self) -> None:
+        self.started = True
         self.clock.now, self.clock.share = self.began, self.share * self.members
 
     def __exit__(self, *_: object) -> None:

@@ -12,28 +12,76 @@ are not modelled.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Sequence
 from dataclasses import replace
 from math import ceil, log2
+from typing import NamedTuple
 
 from virtual_gpus import figures
 from virtual_gpus.clock.links import REACHED_BY_COLLECTIVES, GroupLinks, Topology
 from virtual_gpus.gpus import LinkSpec
 
 _FIGURES = figures.read("links.toml")["collectives"]
-# Parts of the bytes that pass over each link of a ring of n, and the number of hops one after the other.
-_RING: dict[str, tuple[Callable[[int], float], Callable[[int], int]]] = {
-    "all_reduce": (lambda n: 2 * (n - 1) / n, lambda n: 2 * (n - 1)),
-    "reduce_scatter": (lambda n: (n - 1) / n, lambda n: n - 1),
-    "all_gather": (lambda n: (n - 1) / n, lambda n: n - 1),
-    "broadcast": (lambda n: 1.0, lambda n: n - 1),
-    "reduce": (lambda n: 1.0, lambda n: n - 1),
-    "gather": (lambda n: (n - 1) / n, lambda n: 1),
-    "scatter": (lambda n: (n - 1) / n, lambda n: 1),
-    "all_to_all": (lambda n: (n - 1) / n, lambda n: n - 1),
-    "send": (lambda n: 1.0, lambda n: 1),
-    "barrier": (lambda n: 0.0, lambda n: 2 * (n - 1)),
+
+
+class Collective(NamedTuple):
+    """What sets a kind of collective apart.
+
+    kernel: NCCL's name. whole: which of the result (0) and what is given (1) has a part for each rank. root: what one
+    rank does with all others, "sends" or "receives". rounds: the times that the bytes go around the ring.
+    """
+
+    kernel: str = "SendRecv"
+    whole: tuple[int, ...] = ()
+    reduces: bool = False
+    root: str = ""
+    rounds: int = 1
+
+    @property
+    def at_root(self) -> bool:
+        """Whether the root alone has the parts of all ranks."""
+        return bool(self.root and self.whole)
+
+    @property
+    def is_even(self) -> bool:
+        """Whether all ranks must have the same number of bytes."""
+        return not self.at_root and self.whole != (0, 1)
+
+    def share(self, count: int) -> float:
+        """The part of the bytes that passes over each link of a ring of `count`. A GPU's own part stays where it is."""
+        return self.rounds * (count - 1) / count if self.whole or self.rounds > 1 else 1.0
+
+    def hops(self, count: int) -> int:
+        """The hops one after the other. The root has a link to each rank."""
+        return 1 if self.at_root else self.rounds * (count - 1)
+
+
+# By the functions of torch.distributed. A longer name stands before one that it contains (`kind_of`).
+COLLECTIVES = {
+    "all_reduce": Collective("AllReduce", reduces=True, rounds=2),
+    "all_gather": Collective("AllGather", whole=(0,)),
+    "all_to_all": Collective(whole=(0, 1)),
+    "reduce_scatter": Collective("ReduceScatter", whole=(1,), reduces=True),
+    "broadcast": Collective("Broadcast", root="sends"),
+    "gather": Collective(whole=(0,), root="receives"),
+    "scatter": Collective(whole=(1,), root="sends"),
+    "reduce": Collective("Reduce", reduces=True, root="receives"),
 }
+MESSAGE = Collective()
+# All that is in a queue of a group. NCCL's barrier is an all-reduce of one number.
+TRAFFIC = COLLECTIVES | {"send": MESSAGE, "recv": MESSAGE, "barrier": COLLECTIVES["all_reduce"]}
+
+
+@functools.cache
+def kind_of(name: str) -> str:
+    """The kind of a collective, by the base name of an operator or a method, or a row's. Empty for others.
+
+    The operators are those of torch/csrc/distributed/c10d/Ops.cpp ("_allgather_base_"), those of Functional.cpp
+    ("all_gather_into_tensor_out"), which DTensor and compiled programs call, and DTensor's "shard_dim_alltoall".
+    """
+    letters = name.replace("_", "").replace("-", "")
+    return next((kind for kind in COLLECTIVES if kind.replace("_", "") in letters), "")
 
 
 def ring_seconds(links: Sequence[LinkSpec], count: int, kind: str, nbytes: int) -> float:
@@ -41,16 +89,16 @@ def ring_seconds(links: Sequence[LinkSpec], count: int, kind: str, nbytes: int) 
     in the end, or begins with if that is more."""
     if count < 2 or not links:
         return _FIGURES["start"]
-    part, hops = _RING[kind]
+    row = TRAFFIC[kind]
     slowest = min(link.bandwidth for link in links) * REACHED_BY_COLLECTIVES
     latency = max(link.latency for link in links)
-    return _FIGURES["start"] + part(count) * nbytes / slowest + hops(count) * latency / 2
+    return _FIGURES["start"] + row.share(count) * nbytes / slowest + row.hops(count) * latency / 2
 
 
 def collective_seconds(group: GroupLinks, kind: str, nbytes: int) -> float:
     """Seconds of a collective of a process group. The cost of this function does not grow with the group.
 
-    kind: a key of `_RING`. nbytes: what each GPU has in the end, or begins with if that is more.
+    kind: a key of `TRAFFIC`. nbytes: what each GPU has in the end, or begins with if that is more.
 
     In an all-to-all, (count - here) / count of each GPU's bytes go to other hosts, and the members on a host send
     theirs through its adapters at the same time. The bytes for the same host travel meanwhile.
@@ -98,4 +146,4 @@ def message_seconds(
 
 def sent_bytes(count: int, kind: str, nbytes: int) -> float:
     """The bytes that the busiest of `count` GPUs sends or receives in a collective: the fewest possible."""
-    return _RING[kind][0](count) * nbytes if count > 1 else 0.0
+    return TRAFFIC[kind].share(count) * nbytes if count > 1 else 0.0

@@ -20,6 +20,7 @@ from itertools import groupby
 from typing import NamedTuple, TypeVar
 
 from virtual_gpus.clock.clock import Span
+from virtual_gpus.clock.traffic import COLLECTIVES, kind_of
 from virtual_gpus.timeline import svg
 from virtual_gpus.timeline.spans import Curve, Recording, describe, gpus_of, merged
 
@@ -119,8 +120,8 @@ def _word(span: Span) -> str:
     """The word for what a GPU does, such as "forward", "copy" or "reduce-scatter"."""
     if span.kind != "collective":
         return span.kind
-    name = span.name.split()[0].rstrip(",").removesuffix("_coalesced").removesuffix("_tensor").replace("_", "-")
-    return {"allgather": "all-gather", "allreduce": "all-reduce", "recv": "receive"}.get(name, name)
+    name = kind_of(span.name) or span.name.split()[0].rstrip(",")
+    return "receive" if name == "recv" else name.replace("_", "-")
 
 
 def _travels(panel: _Panel) -> list[_Travel]:
@@ -139,10 +140,9 @@ def _travels(panel: _Panel) -> list[_Travel]:
     for (kind, _), members in collectives.items():
         first, *rest = gpus = sorted({w.gpu for w in members})
         ways = _ring(gpus)
-        if kind in ("broadcast", "scatter"):
-            ways = [(first, gpu) for gpu in rest]
-        elif kind in ("reduce", "gather"):
-            ways = [(gpu, first) for gpu in rest]
+        row = COLLECTIVES.get(kind_of(kind))
+        if row is not None and row.root:
+            ways = [(first, gpu) if row.root == "sends" else (gpu, first) for gpu in rest]
         start, end = max(w.start for w in members), members[0].end
         found.update(_Travel(start, end, source, target, kind) for source, target in ways if source != target)
     return sorted(found)

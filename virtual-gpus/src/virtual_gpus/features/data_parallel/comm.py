@@ -6,7 +6,9 @@ The functions of torch.nn.parallel.comm itself are PyTorch's own. What CUDA refu
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
+from typing import Any
 
 import torch
 from torch._utils import _flatten_dense_tensors
@@ -40,7 +42,7 @@ def _broadcast_coalesced(tensors: list[torch.Tensor], devices: list[int], buffer
     gpus = [gpu_at(device) for device in devices]
     same = all(gpu_of(tensor) is gpus[0] for tensor in tensors)
     _check(same, f"All tensors must be on devices[0]: {devices[0]}")
-    copies = [{} for _ in gpus[1:]]
+    copies: list[dict[int, torch.Tensor]] = [{} for _ in gpus[1:]]
     for chunk in _chunks([t for t in tensors if not t.is_sparse], buffer_size):
         for made, pieces in zip(copies, _sent(chunk, gpus[1:]), strict=True):
             made.update(zip(map(id, chunk), pieces, strict=True))
@@ -55,12 +57,12 @@ _TYPES = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.
           torch.complex32, torch.complex64, torch.complex128, torch.bool)  # fmt: skip
 
 
-def _chunks(tensors: list[torch.Tensor], limit: int):
+def _chunks(tensors: list[torch.Tensor], limit: int) -> Iterator[list[torch.Tensor]]:
     """Groups of one dtype, each closed by the tensor that fills it (`take_tensors`, torch/csrc/utils/tensor_flatten).
 
     PyTorch's Python has a function of that name as well, which closes a group before it would overflow.
     """
-    groups, sizes = defaultdict(list), defaultdict(int)
+    groups, sizes = defaultdict[torch.dtype, list[torch.Tensor]](list), defaultdict[torch.dtype, int](int)
     for tensor in tensors:
         groups[tensor.dtype].append(tensor)
         sizes[tensor.dtype] += nbytes(tensor)
@@ -84,16 +86,19 @@ def _sent(chunk: list[torch.Tensor], gpus: list[VirtualGPU]) -> list[list[torch.
 
 def _pieces(flat: torch.Tensor, like: list[torch.Tensor]) -> list[torch.Tensor]:
     """Tensors shaped as `like` on the storage of `flat`, each a tensor of its own rather than a view of it."""
-    pieces, offset = [], 0
+    pieces, offset = list[torch.Tensor](), 0
     for tensor in like:
-        piece = torch.empty(0, dtype=flat.dtype, device=flat.device)
+        piece: Any = torch.empty(0, dtype=flat.dtype, device=flat.device)
         pieces.append(piece.set_(flat.untyped_storage(), offset, tensor.size()))
         offset += tensor.numel()
     return pieces
 
 
 @entrance
-def _scatter(tensor, devices, chunk_sizes=None, dim: int = 0, streams=None):
+def _scatter(
+    tensor: torch.Tensor, devices: Sequence[int], chunk_sizes: Sequence[int] | None = None, dim: int = 0,
+    streams: Sequence[torch.cuda.Stream | None] | None = None,
+) -> tuple[torch.Tensor, ...] | list[torch.Tensor]:  # fmt: skip
     """Pieces of `tensor` along `dim`, one per device; a piece that is on its GPU already is not copied."""
     _check(
         chunk_sizes is None or len(chunk_sizes) == len(devices),
@@ -102,7 +107,7 @@ def _scatter(tensor, devices, chunk_sizes=None, dim: int = 0, streams=None):
     )
     gpus = [gpu_at(device) for device in devices]
     pieces = tensor.chunk(len(gpus), dim) if chunk_sizes is None else tensor.split_with_sizes(list(chunk_sizes), dim)
-    made = []
+    made = list[torch.Tensor]()
     for index, (piece, gpu) in enumerate(zip(pieces, gpus, strict=False)):
         if gpu_of(tensor) is gpu:
             made.append(piece)
@@ -115,7 +120,7 @@ def _scatter(tensor, devices, chunk_sizes=None, dim: int = 0, streams=None):
 
 
 @entrance
-def _gather(tensors, dim: int, destination: int | None = None) -> torch.Tensor:
+def _gather(tensors: Sequence[torch.Tensor], dim: int, destination: int | None = None) -> torch.Tensor:
     """One tensor of all, along `dim`, on the GPU `destination` (None: the current one; -1: the CPU)."""
     size = list(tensors[0].shape)
     size[dim] = sum(tensor.size(dim) for tensor in tensors)
@@ -130,14 +135,14 @@ def _gather(tensors, dim: int, destination: int | None = None) -> torch.Tensor:
             list(tensor.shape) == expected,
             f"Input tensor at index {index} has invalid shape {list(tensor.shape)}, but expected {expected}",
         )
-    device = torch.device("cpu") if destination == -1 else torch.device("cuda", destination)
+    device = torch.device("cpu" if destination == -1 else "cuda" if destination is None else f"cuda:{destination}")
     out = torch.empty(size, dtype=tensors[0].dtype, device=device, memory_format=_format(tensors))
     for piece, tensor in zip(out.split_with_sizes([t.size(dim) for t in tensors], dim), tensors, strict=True):
         piece.copy_(tensor)
     return out
 
 
-def _format(tensors: list[torch.Tensor] | tuple[torch.Tensor, ...]) -> torch.memory_format:
+def _format(tensors: Sequence[torch.Tensor]) -> torch.memory_format:
     """Channels last if all tensors are."""
     last = all(t.dim() == 4 and t.is_contiguous(memory_format=torch.channels_last) for t in tensors)
     first = all(t.is_contiguous() for t in tensors)

@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 
+from virtual_gpus.clock.traffic import COLLECTIVES
 from virtual_gpus.dispatch.op_call import OpCall
 from virtual_gpus.entrance import program_frame, quoted_line
 from virtual_gpus.features.distributed.groups import described, state_of, states
 
 _WORDS = 400  # bytes of what a rank says of itself
-_SAME_SIZE = ("all_reduce", "broadcast", "reduce", "all_gather", "reduce_scatter")
 
 
 class CollectiveMismatch(getattr(torch.distributed, "DistBackendError", RuntimeError)):  # type: ignore[misc]
@@ -35,7 +35,7 @@ def purpose(call: OpCall, kind: str, nbytes: int, group: Any) -> str:
     """
     dtypes = sorted({str(tensor.dtype).removeprefix("torch.") for tensor in call.tensors})
     words = f"{kind} of {' and '.join(dtypes)}"
-    if kind in _SAME_SIZE:
+    if COLLECTIVES[kind].is_even:
         words += f", {nbytes:,} bytes"
     root = next((call[name] for name in ("root_rank", "src") if name in call.op.names), None)
     return words if root is None else f"{words}, root {torch.distributed.get_process_group_ranks(group)[root]}"
@@ -61,8 +61,8 @@ def mismatch(group: Any, words: str, told: Callable[[torch.Tensor], list[torch.T
 
 def begun() -> dict[str, int]:
     """By the name of each group that is there, how many collectives of GPU tensors this process has begun in it."""
-    there = torch.distributed.distributed_c10d._world.pg_group_ranks
-    return {group.group_name: state.begun for group, state in states.items() if state.begun and group in there}
+    there: Any = torch.distributed.distributed_c10d._world.pg_group_ranks
+    return {group.group_name: state.begun for group, state in states.items() if state.begun and there.get(group)}
 
 
 def location(words: str, group: Any) -> str:

@@ -7,7 +7,7 @@ called; the host goes on.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -109,19 +109,19 @@ def give_to_future(work: Any) -> None:
 
 def await_work(work: Any) -> None:
     """`work.wait()`: the current stream waits for the collective, and the host does not."""
-    gpu, arrival = _ends.get(work, (None, None))
-    if arrival is None:
+    if work not in _ends:
         return
+    gpu, arrival = _ends[work]
     gpu.machine.follower.stream_waits(gpu, arrival)
     if arrival.known:
         gpu.machine.clock.hold(gpu.slot, gpu.stream, arrival.time())
 
 
-def on_gpus(values: list | tuple) -> list[torch.Tensor]:
+def on_gpus(values: Sequence[Any]) -> list[torch.Tensor]:
     """The tensors that are on GPUs, also within lists."""
     return [tensor for tensor in tensors_in(values) if gpu_of(tensor) is not None]
 
 
-def gpu_bytes(tensors: list | tuple) -> int:
+def gpu_bytes(tensors: Sequence[Any]) -> int:
     """Bytes of the tensors that are on GPUs."""
     return sum(t.numel() * t.element_size() for t in on_gpus(tensors))

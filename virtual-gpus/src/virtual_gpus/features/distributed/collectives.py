@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 
 from virtual_gpus.clock.links import GroupLinks
-from virtual_gpus.clock.traffic import collective_seconds, sent_bytes
+from virtual_gpus.clock.traffic import COLLECTIVES, collective_seconds, kind_of, sent_bytes
 from virtual_gpus.dispatch import foreach_ops
 from virtual_gpus.dispatch.op_call import OpCall
 from virtual_gpus.dispatch.routes import on_host
@@ -49,15 +49,12 @@ class Meeting(NamedTuple):
     nbytes: int
 
 
-def meet(call: OpCall, gpus: Sequence[VirtualGPU | None]) -> Meeting | None:
-    """Called before a collective on tensors of GPUs is issued: wait for the other ranks. None for what has no ranks.
+def meet(call: OpCall, gpu: VirtualGPU, group: torch.distributed.ProcessGroup) -> Meeting:
+    """Called before a collective on tensors of GPUs is issued: wait for the other ranks.
 
     Raises CollectiveMismatch if another rank called something else.
     """
-    gpu, kind = next((gpu for gpu in gpus if gpu is not None), None), groups.kind_of(call.op.base)
-    group = _group_of(call) if gpu is not None and kind else None
-    if type(group) is not torch.distributed.ProcessGroup:  # of a class in Python, which has no backend and no links
-        return None
+    kind = kind_of(call.op.base)
     nbytes = _size(kind, call.args[:2], group)
     if kind == "all_gather" and call.func.namespace != "c10d":
         nbytes *= group.size()  # of the result, which is not there yet
@@ -65,22 +62,20 @@ def meet(call: OpCall, gpus: Sequence[VirtualGPU | None]) -> Meeting | None:
     return _meet(gpu, group, kind, what, nbytes, call.tensors)
 
 
-def charge_collective(call: OpCall, gpus: Sequence[VirtualGPU | None], result: Any, meeting: Meeting | None) -> None:
+def charge(
+    call: OpCall, gpu: VirtualGPU, group: torch.distributed.ProcessGroup | None, meeting: Meeting | None, result: Any
+) -> None:
     """Called after a collective or a message on tensors of GPUs was issued.
 
-    gpus: those of the tensors of its first list. result: what it returned. meeting: that of a collective.
+    gpu: that of the first tensor. meeting: that of a collective. result: what it returned.
     """
-    gpu, name = next((gpu for gpu in gpus if gpu is not None), None), call.op.base
-    if gpu is None:
-        return
+    name = call.op.base
     if name in ("wait_tensor", "wait_tensors"):
         await_tensors(gpu, call.tensors)
         gpu.machine.follower.stream_waits_for(gpu, call.tensors)
+    elif group is None:
         return
-    group = _group_of(call)
-    if type(group) is not torch.distributed.ProcessGroup:  # of a class in Python, which has no backend and no links
-        return
-    if name in SENDS or name in RECEIVES:
+    elif name in SENDS or name in RECEIVES:
         peer = call["dst"] if name in SENDS else call["src"] if "src" in call.op.names else None
         send_or_receive(name, gpu, group, on_gpus([call.args[0]]), peer, call["tag"])
     elif name == "batch_p2p_ops":
@@ -116,7 +111,7 @@ def _written(call: OpCall, group: torch.distributed.ProcessGroup) -> list[torch.
 
 
 def _meet(
-    gpu: VirtualGPU, group, kind: str, what: str, nbytes: int = 0, tensors: Iterable[torch.Tensor] = ()
+    gpu: VirtualGPU, group: Any, kind: str, what: str, nbytes: int = 0, tensors: Iterable[torch.Tensor] = ()
 ) -> Meeting:
     state = groups.state_of(group)
     state.first_gpu = state.first_gpu or gpu
@@ -197,15 +192,19 @@ def run(call: OpCall) -> Any:
             groups.require_backend(_group_of(call), "cpu")  # of NCCL's groups; methods of a group say so themselves
         return on_host(call)
     columns, gpus = foreach_ops.columns_of(call)
-    meeting = meet(call, gpus)
+    gpu, group = next((gpu for gpu in gpus if gpu is not None), call.gpu), _group_of(call)
+    if type(group) is not torch.distributed.ProcessGroup:  # of a class in Python, which has no backend and no links
+        group = None
+    meeting = meet(call, gpu, group) if group is not None and kind_of(call.op.base) else None
+    charging = functools.partial(charge, call, gpu, group, meeting)
     if call.gpu.machine.shapes_only or one_rank.fill(call):
         result = _answer(call)
-    elif groups.kind_of(call.op.base) and type(_group_of(call)) is torch.distributed.ProcessGroup:
-        return _run_and_charge(call, gpus, lambda result: foreach_ops.place_rows(columns, gpus, result), meeting)
+    elif meeting is not None:
+        return _run_and_charge(call, lambda result: foreach_ops.place_rows(columns, gpus, result), charging)
     else:
         result = _run_on_gloo(call)
         foreach_ops.place_rows(columns, gpus, result)
-    charge_collective(call, gpus, result, meeting)
+    charging(result)
     return result
 
 
@@ -215,10 +214,7 @@ ALLOCATES = [("torch/distributed/_functional_collectives.py", None, BUFFERS),
 
 
 def _answer(call: OpCall) -> Any:
-    """What a collective on tensors without values returns: no numbers are sent, and it is done at once.
-
-    The ranks still tell each other the time (`meet`), so they wait for each other.
-    """
+    """What a collective returns that is done at once: no numbers are sent. The ranks have told each other the time."""
     from torch._C._distributed_c10d import _create_work_from_future  # not in builds without distributed
 
     if call.func.namespace != "c10d":
@@ -255,17 +251,16 @@ def _group_of(call: OpCall) -> torch.distributed.ProcessGroup | None:
     """The process group of a call: a TorchScript object among its arguments, or the name of one. None without one."""
     if "group_name" in call.op.names:
         group = call["group_name"]
-        return torch.distributed.distributed_c10d._resolve_process_group(group) if isinstance(group, str) else group
+        resolve: Callable[[Any], Any] = torch.distributed.distributed_c10d._resolve_process_group
+        return resolve(group) if isinstance(group, str) else group
     boxed = next((value for value in call.args if groups.is_boxed(value, "ProcessGroup")), None)
     return None if boxed is None else torch.distributed.ProcessGroup.unbox(boxed)
 
 
-def _run_and_charge(
-    call: OpCall, gpus: Sequence[VirtualGPU | None], place: Callable[[Any], None], meeting: Meeting | None
-) -> Any:
+def _run_and_charge(call: OpCall, place: Callable[[Any], None], charging: Callable[[Any], None]) -> Any:
     """Have gloo carry out a collective of GPU tensors, and put it on the clock. Returns its result.
 
-    gpus: those of the tensors of its first list. place: gives results their blocks on the GPU. meeting: see `meet`.
+    place: gives results their blocks on the GPU. charging: puts a collective with this result on the clock.
 
     A thread of gloo's keeps the tensors of a collective until it comes to let them go, which may be after the program
     did so and measured its memory. So gloo gets the bytes of the program's tensors and not their storages, and what it
@@ -280,7 +275,7 @@ def _run_and_charge(
             with below(), torch.no_grad():
                 result = [torch.empty_like(t) for t in sent] if isinstance(sent, list) else torch.empty_like(sent)
             place(result)
-        charge_collective(call, gpus, result, meeting)
+        charging(result)
         with below(), torch.no_grad():
             _await(sent, result if makes_tensors else None)
     except BaseException:
@@ -339,4 +334,4 @@ def _await(sent: Any, result: Any) -> None:
 def _size(kind: str, given: Sequence[Any], group: torch.distributed.ProcessGroup) -> int:
     """The bytes of the larger side. Of what is gathered or scattered, which only the root has, each rank has a part."""
     sides = [nbytes for side in given if (nbytes := gpu_bytes([side]))]
-    return min(sides, default=0) * group.size() if kind in ("gather", "scatter") else max(sides, default=0)
+    return min(sides, default=0) * group.size() if COLLECTIVES[kind].at_root else max(sides, default=0)

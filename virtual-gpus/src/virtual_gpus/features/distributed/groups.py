@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import weakref
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from virtual_gpus.clock.links import GroupLinks
 from virtual_gpus.machine import VirtualGPU
-
-_KINDS = ("all_reduce", "all_gather", "all_to_all", "reduce_scatter", "broadcast", "gather", "scatter", "reduce")
 
 
 class GroupState:
@@ -30,7 +27,7 @@ class GroupState:
     coalescing: list[Any] | None = None
 
 
-states: weakref.WeakKeyDictionary[object, GroupState] = weakref.WeakKeyDictionary()
+states: weakref.WeakKeyDictionary[Any, GroupState] = weakref.WeakKeyDictionary()
 
 
 def state_of(group: object) -> GroupState:
@@ -38,19 +35,9 @@ def state_of(group: object) -> GroupState:
     return states.get(group) or states.setdefault(group, GroupState())
 
 
-@functools.cache
-def kind_of(name: str) -> str:
-    """The kind of a collective, by the base name of an operator of c10d or of a functional one. Empty for others.
-
-    The operators are those of torch/csrc/distributed/c10d/Ops.cpp ("_allgather_base_"), those of Functional.cpp
-    ("all_gather_into_tensor_out"), which DTensor and compiled programs call, and DTensor's "shard_dim_alltoall".
-    """
-    return next((kind for kind in _KINDS if kind.replace("_", "") in name.replace("_", "")), "")
-
-
 def is_boxed(value: Any, kind: str) -> bool:
     """True for an argument of a c10d operator that is a "ProcessGroup" or a "ReduceOp"."""
-    return isinstance(value, torch.ScriptObject) and value._type().name() == kind
+    return isinstance(value, torch.ScriptObject) and cast(Any, value)._type().name() == kind
 
 
 def is_nccl(group: object) -> bool:
@@ -89,7 +76,7 @@ def fake_links(gpu: VirtualGPU, group: torch.distributed.ProcessGroup) -> GroupL
     return known[1]
 
 
-def links_between(gpu: VirtualGPU, group, members: Sequence[tuple[int, int]]) -> GroupLinks:
+def links_between(gpu: VirtualGPU, group: Any, members: Sequence[tuple[int, int]]) -> GroupLinks:
     """The links of a group of these members, (host, slot) of each in the order of ranks."""
     settings = gpu.machine.settings
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", _world_size(group)))  # those that torchrun started

@@ -12,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from datetime import timedelta
+from typing import Any
 
 import torch
 
@@ -31,11 +32,13 @@ _NOT_TOLD = (
     "the connections of the group."
 )
 # (work, tensor) of times that may be on their way: gloo does not say which are, and hangs if their memory goes.
-on_their_way: deque = deque(maxlen=1024)
-_sent: deque = deque(maxlen=1024)  # the same of times that this process sends
+on_their_way: deque[Any] = deque(maxlen=1024)
+_sent: deque[Any] = deque(maxlen=1024)  # the same of times that this process sends
 
 
-def send_or_receive(name: str, gpu: VirtualGPU, group, tensors: list[torch.Tensor], peer: int | None, tag: int) -> None:
+def send_or_receive(
+    name: str, gpu: VirtualGPU, group: Any, tensors: list[torch.Tensor], peer: int | None, tag: int
+) -> None:
     """Put a message on the clock. name: of its operator."""
     state = state_of(group)
     state.first_gpu = state.first_gpu or gpu
@@ -58,16 +61,17 @@ def send_or_receive(name: str, gpu: VirtualGPU, group, tensors: list[torch.Tenso
 
 
 def _tell_or_ask(
-    sends: bool, gpu: VirtualGPU, group, lane: Lane, began: float, nbytes: int, peer: int | None, tag: int
+    sends: bool, gpu: VirtualGPU, group: Any, lane: Lane, began: float, nbytes: int, peer: int | None, tag: int
 ) -> float | Callable[[], float]:
     """Tell the receiver when this message begins. Returns its end; for the receiver, a function that waits for it."""
     with below(), torch._C._DisableTorchDispatch(), torch.no_grad():
         message = torch.tensor([began, *host_and_slot(gpu)], dtype=torch.float64, device="cpu")
         gloo = gloo_group(group)
-        work = (gloo.send if sends else gloo.recv)([message], peer, tag + _CLOCK_TAG)
+        send_or_receive: Callable[..., Any] = gloo.send if sends else gloo.recv
+        work = send_or_receive([message], peer, tag + _CLOCK_TAG)
     (_sent if sends else on_their_way).append((work, message))
     here, topology = host_and_slot(gpu), gpu.machine.topology
-    if sends:  # as good a guess as any: where the rank would be
+    if sends and peer is not None:  # as good a guess as any: where the rank would be
         return began + message_seconds(topology, here, (here[0], peer % len(gpu.machine.slots)), nbytes)
 
     def ask() -> float:

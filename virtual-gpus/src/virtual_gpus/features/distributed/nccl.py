@@ -15,17 +15,18 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from virtual_gpus import errors
+from virtual_gpus.clock.traffic import COLLECTIVES, MESSAGE, kind_of
 from virtual_gpus.entrance import entrance
 from virtual_gpus.errors import scalar_type
 from virtual_gpus.features.distributed.arrivals import await_work, give_to_future, remember
 from virtual_gpus.features.distributed.groups import is_nccl, require_backend, state_of
 from virtual_gpus.features.distributed.one_rank import reducing, runs_alone
-from virtual_gpus.machine import active
+from virtual_gpus.machine import active, get_machine
 from virtual_gpus.patches.table import Patch, around
 from virtual_gpus.placement.storages import gpu_of, is_fake, is_wrapper, nbytes, scratch, tensors_in
 from virtual_gpus.threads import below, this_thread
@@ -34,17 +35,6 @@ _FLOAT8 = {torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.
 # What NCCL moves (`ncclDataType` in NCCLUtils.cpp); complex numbers go as pairs of real ones.
 _MOVED = _FLOAT8 | {torch.int8, torch.uint8, torch.int32, torch.int64, torch.bool, torch.float16, torch.bfloat16,
                     torch.float32, torch.float64, torch.complex64, torch.complex128}  # fmt: skip
-_LISTS = {"allgather": 0, "reduce_scatter": 1}  # which argument is the list that goes through one flat tensor
-_NAMES = (
-    "allreduce", "allreduce_coalesced", "broadcast", "reduce", "send", "recv", "recv_anysource", "gather", "scatter",
-    "allgather", "_allgather_base", "all_gather_single", "allgather_into_tensor_coalesced",
-    "all_gather_single_coalesced", "reduce_scatter", "_reduce_scatter_base", "reduce_scatter_single",
-    "reduce_scatter_tensor_coalesced", "reduce_scatter_single_coalesced", "alltoall", "alltoall_base",
-    "all_to_all_single", "gather_single",
-)  # fmt: skip
-_INTO_ONE = {"allgather_into_tensor_coalesced": "_allgather_base", "all_gather_single_coalesced": "_allgather_base",
-             "reduce_scatter_tensor_coalesced": "_reduce_scatter_base",
-             "reduce_scatter_single_coalesced": "_reduce_scatter_base"}  # fmt: skip
 _MESSAGES = ("send", "recv", "recv_anysource")
 _messages: weakref.WeakSet[Any] = weakref.WeakSet()  # works of messages: gloo may wait for one of them once only
 _TAG = 1 << 21  # messages of all_to_all go beside those of the program
@@ -61,11 +51,11 @@ def _check(name: str, tensors: Sequence[torch.Tensor]) -> None:
         if gpu_of(tensor) is None or tensor.layout != torch.strided:
             raise ValueError("Tensors must be CUDA and dense")
         channels_last = tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last)
-        if name not in _MESSAGES and not (tensor.is_contiguous() or channels_last):
+        if kind_of(name) and not (tensor.is_contiguous() or channels_last):
             raise ValueError("Tensors must be contiguous")
         if tensor.dtype not in _MOVED:
             raise TypeError(f"Input tensor data type is not supported for NCCL process group: {scalar_type(tensor)}")
-        if "reduce" in name and tensor.dtype in _FLOAT8:
+        if tensor.dtype in _FLOAT8 and COLLECTIVES.get(kind_of(name), MESSAGE).reduces:
             raise RuntimeError("Float8 dtypes are not currenlty supported for NCCL reductions")
 
 
@@ -105,18 +95,21 @@ def _list_like(tensors: Any, other: Any) -> Any:
     return [_seen_as(t, shape) if t.numel() == shape.numel() else t for t in tensors]
 
 
-def _one_for_all(group: Any, whole: torch.Tensor, part: torch.Tensor, what: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """A tensor of all ranks' parts, and this rank's part, in shapes that gloo takes: the parts side by side."""
+def _one_for_all(group: Any, whole: torch.Tensor, part: torch.Tensor, side: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """A tensor of all ranks' parts, and this rank's part, in shapes that gloo takes: the parts side by side.
+
+    side: 0 if the parts are gathered in `whole`, 1 if they are scattered from it.
+    """
     ranks = group.size()
     if whole.numel() != ranks * part.numel():
-        raise ValueError(_WRONG_SIZE[what])
+        raise ValueError(_WRONG_SIZE[side])
     if part.dim() and whole.shape == (ranks * part.shape[0], *part.shape[1:]):
         return whole, part
     return _seen_as(whole, (whole.numel(),)), _seen_as(part, (part.numel(),))
 
 
-_WRONG_SIZE = {"gather": "output tensor size must be equal to world_size times input tensor size",
-               "scatter": "input tensor must be the same size as output size times world size"}  # fmt: skip
+_WRONG_SIZE = ("output tensor size must be equal to world_size times input tensor size",
+               "input tensor must be the same size as output size times world size")  # fmt: skip
 
 
 # ---- collectives that are several messages of gloo -----------------------------------------------------------------
@@ -144,25 +137,99 @@ def _together() -> type:
         def result(self) -> list[torch.Tensor]:
             return self._results
 
-        def get_future(self) -> torch.futures.Future:
+        def get_future(self) -> torch.futures.Future[Any]:
             with below():
                 self.wait()
-            done: torch.futures.Future = torch.futures.Future()
+            done: torch.futures.Future[Any] = torch.futures.Future()
             done.set_result(self._results)
             return done
 
     return Together
 
 
-def _gather_uneven(group: Any, outputs: list[torch.Tensor], part: torch.Tensor) -> Any:
-    """Every rank's tensor has a size of its own: one broadcast from each rank, as in ProcessGroupNCCL.cpp."""
-    outputs[group.rank()].copy_(_seen_as(part, outputs[group.rank()].shape))
-    works = [group.broadcast(output, rank) for rank, output in enumerate(outputs)]
-    return _together()(works, outputs)
+class _Method(NamedTuple):
+    """A call of a method of a process group, which gloo has as `function`. args: with all tensors."""
+
+    group: Any
+    name: str
+    function: Callable[..., Any]
+    args: list[Any]
+    rest: dict[str, Any]
 
 
-def _exchange(group: Any, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> Any:
+def _direct(call: _Method) -> Any:
+    """Gloo's own method, with arguments as gloo takes them. Raises where the sizes do not fit."""
+    group, name, function, args, rest = call
+    opts, op = _options((*args, *rest.values())), _operation((*args, *rest.values()))
+    ops, outputs, row = torch.distributed.ReduceOp, tensors_in(args[:1]), COLLECTIVES.get(kind_of(name), MESSAGE)
+    if op is not None:
+        _check_operation(op, tensors_in(args)[0].dtype)
+    with below():
+        args = _adapt(group, args, row.whole)
+    of_integers = op is not None and op == ops.AVG and not (outputs[0].is_floating_point() or outputs[0].is_complex())
+    if op is None or not (op == ops.PREMUL_SUM or of_integers):
+        return function(group, *args, **rest)
+    kept = copy.copy(op)  # `op` is a part of the options, which change
+    if opts is None:
+        work = function(group, *[ops.SUM if value is op else value for value in args])
+    else:
+        opts.reduceOp = ops.SUM  # C++ copies the options; the program's own are to stay as they were
+        try:
+            work = function(group, *args, **rest)
+        finally:
+            opts.reduceOp = kept
+    if not row.root or opts is None or opts.rootRank == group.rank():
+        with below():  # NCCL multiplies and divides on the way
+            for output in outputs:
+                if of_integers:
+                    output.div_(group.size(), rounding_mode="trunc")  # gloo refuses a mean of integers
+                else:
+                    output.mul_(kept.__getstate__()[1])
+    return work
+
+
+def _adapt(group: Any, args: list[Any], whole: tuple[int, ...]) -> list[Any]:
+    """whole: see `Collective`."""
+    if len(whole) == 1 and isinstance(args[side := whole[0]], torch.Tensor):
+        args[side], args[1 - side] = _one_for_all(group, args[side], args[1 - side], side)
+    elif len(whole) == 1 and args[side]:
+        args[side] = _list_like(args[side], args[1 - side])
+    return [_as_bytes(value) for value in args]
+
+
+def _message(call: _Method) -> Any:
+    if call.args[1] == call.group.rank():
+        raise errors.not_modelled("a message of a rank to itself", "Copy the tensor.")
+    return _direct(call)
+
+
+def _all_gather(call: _Method) -> Any:
+    """Where every rank's tensor has a size of its own: one broadcast from each rank, as in ProcessGroupNCCL.cpp."""
+    group, outputs = call.group, tensors_in(call.args[:1])
+    if len({output.shape for output in outputs}) <= 1:
+        return _direct(call)
+    outputs[group.rank()].copy_(_seen_as(tensors_in(call.args[1:])[0], outputs[group.rank()].shape))
+    return _together()([group.broadcast(output, rank) for rank, output in enumerate(outputs)], outputs)
+
+
+def _each_alone(call: _Method) -> Any:
+    """Several collectives in one go one after the other."""
+    group, (outputs, inputs, *options) = call.group, call.args
+    one = group._allgather_base if kind_of(call.name) == "all_gather" else group._reduce_scatter_base
+    works = [one(output, given, *options, **call.rest) for output, given in zip(outputs, inputs, strict=True)]
+    return _together()(works, list(outputs))
+
+
+def _gather_single(call: _Method) -> Any:
+    """Gloo has it for lists only."""
+    group, (whole, part, *options) = call.group, call.args
+    parts = [list(whole.chunk(group.size()))] if options[0].rootRank == group.rank() else []
+    return group.gather(parts, [part], *options)
+
+
+def _exchange(call: _Method) -> Any:
     """A tensor to each rank and one from each: messages from rank to rank, as NCCL does it."""
+    group, outputs, inputs = call.group, tensors_in(call.args[:1]), list(call.args[1])
     here = group.rank()
     for output, sent in zip(outputs, inputs, strict=True):
         if gpu_of(output) is not gpu_of(outputs[0]) or gpu_of(sent) is not gpu_of(outputs[0]):
@@ -174,9 +241,22 @@ def _exchange(group: Any, outputs: list[torch.Tensor], inputs: list[torch.Tensor
     return _together()(works, outputs)
 
 
+# The methods of a process group, each with what carries it out.
+_METHODS: dict[str, Callable[[_Method], Any]] = {
+    **dict.fromkeys(("allreduce", "allreduce_coalesced", "broadcast", "reduce", "recv_anysource", "gather", "scatter",
+                     "_allgather_base", "all_gather_single", "reduce_scatter", "_reduce_scatter_base",
+                     "reduce_scatter_single", "alltoall_base", "all_to_all_single"), _direct),
+    **dict.fromkeys(("allgather_into_tensor_coalesced", "all_gather_single_coalesced",
+                     "reduce_scatter_tensor_coalesced", "reduce_scatter_single_coalesced"), _each_alone),
+    "allgather": _all_gather, "alltoall": _exchange, "gather_single": _gather_single,
+    "send": _message, "recv": _message,
+}  # fmt: skip
+
+
 def _through_a_flat_tensor(name: str, args: Sequence[Any]) -> AbstractContextManager[None]:
     """The flat tensor that PyTorch's NCCL backend copies a list of tensors through if all have one size."""
-    listed = tensors_in(args[_LISTS[name] : _LISTS[name] + 1]) if name in _LISTS else []
+    whole = {"allgather": args[0], "reduce_scatter": args[1]}.get(name) if len(args) > 1 else None
+    listed = tensors_in([whole])
     gpu = gpu_of(listed[0]) if listed else None
     if gpu is None or len({tensor.shape for tensor in listed}) > 1:
         return nullcontext()
@@ -186,20 +266,7 @@ def _through_a_flat_tensor(name: str, args: Sequence[Any]) -> AbstractContextMan
 # ---- the methods -----------------------------------------------------------------------------------------------------
 
 
-def _adapt(group: Any, name: str, args: list[Any]) -> list[Any]:
-    """The arguments as gloo takes them. Raises where the sizes do not fit."""
-    if name in ("_allgather_base", "all_gather_single"):
-        args[:2] = _one_for_all(group, args[0], args[1], "gather")
-    elif name in ("_reduce_scatter_base", "reduce_scatter_single"):
-        args[1], args[0] = _one_for_all(group, args[1], args[0], "scatter")
-    elif name in ("allgather", "gather") and args[0]:
-        args[0] = _list_like(args[0], args[1])
-    elif name in ("reduce_scatter", "scatter") and args[1]:
-        args[1] = _list_like(args[1], args[0])
-    return [_as_bytes(value) for value in args]
-
-
-def _by_nccls_rules(name: str, function: Callable) -> Callable:
+def _by_nccls_rules(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     """The method `name` of a process group, which gloo has as `function`."""
 
     @functools.wraps(function)
@@ -209,7 +276,7 @@ def _by_nccls_rules(name: str, function: Callable) -> Callable:
         if this_thread.inside or not tensors or any(is_fake(type(t)) or is_wrapper(type(t)) for t in tensors):
             return function(group, *args, **rest)
         on_gpu = any(gpu_of(tensor) is not None for tensor in tensors)
-        if on_gpu or not active().shapes_only:  # else they carry objects, see `process_groups._get_object_coll_device`
+        if on_gpu or not get_machine().shapes_only:  # else objects, see `process_groups._get_object_coll_device`
             require_backend(group, "cuda" if on_gpu else "cpu")
         with _through_a_flat_tensor(name, args):
             if on_gpu and is_nccl(group):
@@ -221,7 +288,8 @@ def _by_nccls_rules(name: str, function: Callable) -> Callable:
                 work = function(group, *args, **rest)
             else:
                 with torch.no_grad():  # not a decorator, whose frame of PyTorch's would be in every traceback
-                    work = _by_gloo(group, name, function, list(args), rest)
+                    listed = [*args, *(rest.pop(key) for key in list(rest) if tensors_in(rest[key]))]
+                    work = _METHODS[name](_Method(group, name, function, listed, rest))
                 if work is not None and name in _MESSAGES:
                     _messages.add(work)
                 if work is not None and (block := state_of(group).coalescing) is not None:
@@ -243,9 +311,9 @@ class _OfCpp:
     def __init__(self, owner: type, name: str):
         self._owner, self._raw = owner, vars(owner)[name]
         self._checked = _by_nccls_rules(name, getattr(owner, name))
-        functools.update_wrapper(self, self._raw)
+        self.__doc__, self.__name__ = self._raw.__doc__, name
 
-    def __get__(self, group: Any, kind: type | None = None) -> Callable:
+    def __get__(self, group: Any, kind: type | None = None) -> Callable[..., Any]:
         kind = type(group) if kind is None else kind
         return (self._checked if kind is self._owner else self._raw).__get__(group, kind)
 
@@ -262,77 +330,34 @@ def _operation(values: Sequence[Any]) -> Any:
     return opts.reduceOp if opts is not None else next((v for v in values if isinstance(v, kinds)), None)
 
 
-def _by_gloo(group: Any, name: str, function: Callable, args: list[Any], rest: dict[str, Any]) -> Any:
-    args += [rest.pop(key) for key in list(rest) if tensors_in(rest[key])]
-    if name in _INTO_ONE:
-        one = getattr(group, _INTO_ONE[name])
-        return _together()([one(o, i, *args[2:], **rest) for o, i in zip(*args[:2], strict=True)], list(args[0]))
-    if name in ("send", "recv") and args[1] == group.rank():
-        raise errors.not_modelled("a message of a rank to itself", "Copy the tensor.")
-    outputs = tensors_in(args[:1])
-    if name == "gather_single":  # gloo has it for lists only
-        parts = [list(args[0].chunk(group.size()))] if args[2].rootRank == group.rank() else []
-        return group.gather(parts, [args[1]], *args[2:], **rest)
-    if name == "alltoall":
-        return _exchange(group, outputs, list(args[1]))
-    if name == "allgather" and len({output.shape for output in outputs}) > 1:
-        return _gather_uneven(group, outputs, tensors_in(args[1:])[0])
-    ops = torch.distributed.ReduceOp
-    opts, op = _options((*args, *rest.values())), _operation((*args, *rest.values()))
-    if op is not None:
-        _check_operation(op, tensors_in(args)[0].dtype)
-    with below():
-        args = _adapt(group, name, args)
-    of_integers = op is not None and op == ops.AVG and not (outputs[0].is_floating_point() or outputs[0].is_complex())
-    if op is None or not (op == ops.PREMUL_SUM or of_integers):
-        return function(group, *args, **rest)
-    kept = copy.copy(op)  # `op` is a part of the options, which change
-    if opts is None:
-        work = function(group, *[ops.SUM if value is op else value for value in args])
-    else:
-        opts.reduceOp = ops.SUM  # C++ copies the options; the program's own are to stay as they were
-        try:
-            work = function(group, *args, **rest)
-        finally:
-            opts.reduceOp = kept
-    if name != "reduce" or opts is None or opts.rootRank == group.rank():
-        with below():  # NCCL multiplies and divides on the way
-            for output in outputs:
-                if of_integers:
-                    output.div_(group.size(), rounding_mode="trunc")  # gloo refuses a mean of integers
-                else:
-                    output.mul_(kept.__getstate__()[1])
-    return work
-
-
-def _wait(function: Callable, self, *args: Any, **kwargs: Any) -> bool:
+def _wait(function: Callable[..., Any], work: Any, *args: Any, **kwargs: Any) -> bool:
     """Gloo makes some results in a tensor of its own and copies them at `wait`, which NCCL does not: no GPU copies."""
     if not this_thread.inside:
-        await_work(self)
-    if self in _messages and self.is_completed():
+        await_work(work)
+    if work in _messages and work.is_completed():
         return True
     with below():
-        return function(self, *args, **kwargs)
+        return function(work, *args, **kwargs)
 
 
-def _get_future(function: Callable, self) -> torch.futures.Future:
+def _get_future(function: Callable[..., Any], work: Any) -> torch.futures.Future[Any]:
     """`Work.get_future`. A collective is over once it is issued (`collectives.run`), so that `then` calls its
     function at once, as with NCCL, and all ranks issue what follows in one order."""
-    give_to_future(self)
-    return function(self)
+    give_to_future(work)
+    return function(work)
 
 
 # ---- coalescing ------------------------------------------------------------------------------------------------------
 
 
-def _start_coalescing(function: Callable, group: torch.distributed.ProcessGroup, device: torch.device) -> Any:
+def _start_coalescing(function: Callable[..., Any], group: torch.distributed.ProcessGroup, device: torch.device) -> Any:
     """Gloo cannot put collectives together: they go one by one, and `_end_coalescing` gives one Work for all."""
     if not is_nccl(group) or runs_alone(active()):
         return function(group, device)
     state_of(group).coalescing = []
 
 
-def _end_coalescing(function: Callable, group: torch.distributed.ProcessGroup, device: torch.device) -> Any:
+def _end_coalescing(function: Callable[..., Any], group: torch.distributed.ProcessGroup, device: torch.device) -> Any:
     works, state_of(group).coalescing = state_of(group).coalescing, None
     return function(group, device) if works is None else _together()(works, [])
 
@@ -343,7 +368,7 @@ def patches() -> list[Patch]:
         return []
     group = torch.distributed.ProcessGroup
     work = torch._C._distributed_c10d.Work
-    rows = [(group, name, _OfCpp(group, name)) for name in _NAMES if name in vars(group)]
+    rows = [(group, name, _OfCpp(group, name)) for name in _METHODS if name in vars(group)]
     return [*rows, (work, "wait", around(work.wait, _wait)),
             (work, "get_future", around(work.get_future, _get_future)),
             (group, "_start_coalescing", around(group._start_coalescing, _start_coalescing)),

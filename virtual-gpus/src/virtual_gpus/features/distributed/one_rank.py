@@ -35,10 +35,11 @@ from typing import Any
 
 import torch
 
+from virtual_gpus.clock.traffic import COLLECTIVES, kind_of
 from virtual_gpus.dispatch.op_call import OpCall
 from virtual_gpus.errors import NotModelled
-from virtual_gpus.features.distributed.groups import is_boxed, kind_of
-from virtual_gpus.machine import VirtualMachine, active
+from virtual_gpus.features.distributed.groups import is_boxed
+from virtual_gpus.machine import VirtualMachine, active, get_machine
 from virtual_gpus.patches.table import Patch, around
 from virtual_gpus.settings import Settings
 from virtual_gpus.threads import OfEachThread, below
@@ -77,7 +78,7 @@ def stop(machine: VirtualMachine) -> None:
     # DTensor keeps answers by the mesh, which compares equal for the next rank, whose answers are others.
     importlib.import_module("torch.distributed.tensor.debug")._clear_sharding_prop_cache()
     sys.modules["torch.distributed.tensor._redistribute"]._gen_transform_infos.cache_clear()
-    sys.modules["torch.distributed.tensor._random"]._rng_tracker = None
+    vars(sys.modules["torch.distributed.tensor._random"])["_rng_tracker"] = None
 
 
 def _variables(settings: Settings) -> dict[str, str]:
@@ -100,7 +101,7 @@ def _variables(settings: Settings) -> dict[str, str]:
 
 def require_its_rank(rank: int, ranks: int) -> None:
     """Refuses the whole program's group for another rank, or for another number of them."""
-    settings = active().settings
+    settings = get_machine().settings
     if (rank, ranks) != (settings.rank, settings.world_size):
         raise ValueError(
             f"The program makes a process group as rank {rank} of {ranks}, but it runs as rank {settings.rank} of "
@@ -108,14 +109,14 @@ def require_its_rank(rank: int, ranks: int) -> None:
         )
 
 
-def _rendezvous(function: Callable, url: str, rank: int = -1, world_size: int = -1, **kwargs: Any) -> Any:
+def _rendezvous(function: Callable[..., Any], url: str, rank: int = -1, world_size: int = -1, **kwargs: Any) -> Any:
     """How the ranks meet. One rank of many meets no other, wherever it was told to."""
     if not runs_alone(active()):
         yield from function(url, rank, world_size, **kwargs)
         return
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    settings = active().settings
+    settings = get_machine().settings
     yield FakeStore(), settings.rank if rank < 0 else rank, settings.world_size if world_size < 0 else world_size
 
 
@@ -124,20 +125,20 @@ def _asker() -> str:
     return sys._getframe(3).f_globals.get("__name__", "")
 
 
-def _get_backend(function: Callable, group: Any = None) -> str:
+def _get_backend(function: Callable[..., Any], group: Any = None) -> str:
     """`get_backend`. torch.distributed.pipelining leaves out what needs another rank's answer if it is "fake".
 
     It does so for a rank that is alone, and where tensors have no values, because it asks for the answer's value.
     """
-    machine = active()
+    machine = get_machine()
     has_no_answer = runs_alone(machine) or machine.shapes_only
     return "fake" if has_no_answer and _asker().startswith("torch.distributed.pipelining") else function(group)
 
 
-def _gather_object(function: Callable, *args: Any, **kwargs: Any) -> Any:
+def _gather_object(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """One rank of many gets its own object from everyone. A checkpoint is planned with what every rank holds."""
     if runs_alone(active()) and _asker().startswith("torch.distributed.checkpoint"):
-        settings = active().settings
+        settings = get_machine().settings
         raise NotModelled(
             "torch.distributed.checkpoint needs to know what every rank holds, but only rank "
             f"{settings.rank} of {settings.world_size} exists. Leave the checkpoint out of this run."
@@ -145,14 +146,14 @@ def _gather_object(function: Callable, *args: Any, **kwargs: Any) -> Any:
     return function(*args, **kwargs)
 
 
-def _objects_from_another(function: Callable, *args: Any, **kwargs: Any) -> Any:
+def _objects_from_another(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """A function that receives objects from the rank `src`. One rank of many cannot know what they would be."""
     if runs_alone(active()):
-        settings, given = active().settings, inspect.signature(function).bind(*args, **kwargs)
+        settings, given = get_machine().settings, inspect.signature(function).bind(*args, **kwargs)
         given.apply_defaults()
         group, source, in_group = (given.arguments[name] for name in ("group", "src", "group_src"))
         if in_group is not None:
-            source = torch.distributed.get_global_rank(group or torch.distributed.group.WORLD, in_group)
+            source = torch.distributed.get_process_group_ranks(group)[in_group]
         elif source is None and function.__name__ != "recv_object_list":
             source = 0
         if source != settings.rank:
@@ -192,29 +193,28 @@ def reducing(operation: Any) -> Iterator[None]:
 
 
 def _fill(name: str, args: Sequence[Any], rank: int, ranks: int) -> None:
-    kind = kind_of(name)
-    if kind in ("all_reduce", "reduce"):
-        for tensor in args[0]:
-            _reduce(tensor, args, ranks)
-    elif kind in ("all_gather", "gather"):
-        for output, own in zip(_list(args[0]), _list(args[1]), strict=False):  # empty where nothing is gathered
-            for part in output.view(-1).chunk(ranks) if isinstance(output, torch.Tensor) else output:
-                _copy(part, own)
-    elif kind in ("reduce_scatter", "scatter"):
-        for output, own in zip(_list(args[0]), _list(args[1]), strict=False):
-            _copy(output, (own.view(-1).chunk(ranks) if isinstance(own, torch.Tensor) else own)[rank])
-            if kind == "reduce_scatter":
-                _reduce(output, args, ranks)
-    elif kind == "all_to_all":
+    row = COLLECTIVES.get(kind_of(name))
+    if row is None:  # a message
+        return
+    if row.whole == (0, 1):
         outputs, inputs = (_parts(args[i], args[i + 3] if name == "alltoall_base_" else None, ranks) for i in (0, 1))
         for output in outputs:
             _copy(output, inputs[rank])
+        return
+    for output, own in zip(_list(args[0]), _list(args[1]), strict=False) if row.whole else ():  # empty beside the root
+        if row.whole == (0,):
+            for part in output.view(-1).chunk(ranks) if isinstance(output, torch.Tensor) else output:
+                _copy(part, own)
+        else:
+            _copy(output, (own.view(-1).chunk(ranks) if isinstance(own, torch.Tensor) else own)[rank])
+    for tensor in _list(args[0]) if row.reduces else ():
+        _reduce(tensor, args, ranks)
 
 
 def _reduce(tensor: torch.Tensor, args: Sequence[Any], ranks: int) -> None:
     kinds = torch.distributed.ReduceOp
     boxed = next(value for value in args if is_boxed(value, "ReduceOp"))
-    operation = kinds.unbox(boxed) if hasattr(kinds, "unbox") else _running.operation
+    operation: Any = kinds.unbox(boxed) if hasattr(kinds, "unbox") else _running.operation
     if operation is None or operation == kinds.SUM:
         tensor.mul_(ranks)
     elif operation == kinds.PREMUL_SUM:

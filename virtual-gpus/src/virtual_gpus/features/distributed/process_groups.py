@@ -16,7 +16,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ from virtual_gpus.features.distributed.groups import gloo_group, require_backend
 from virtual_gpus.features.distributed.messages import until_times_have_arrived
 from virtual_gpus.features.distributed.one_rank import require_its_rank, runs_alone
 from virtual_gpus.features.distributed.whereabouts import report_location
-from virtual_gpus.machine import VirtualGPU, active
+from virtual_gpus.machine import VirtualGPU, active, get_machine
 from virtual_gpus.patches.table import Patch, around
 from virtual_gpus.settings import INSTALLED
 from virtual_gpus.versions import GLOO_SPLITS
@@ -42,7 +42,7 @@ def _say_once() -> None:
     print('virtual GPUs: backend "nccl" needs real GPUs; "gloo" answers instead', flush=True)
 
 
-def _new_process_group_helper(function: Callable, *args: Any, **kwargs: Any) -> Any:
+def _new_process_group_helper(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """PyTorch's function that makes every group, with gloo in the place of NCCL.
 
     init_process_group and new_group call it. They are not replaced themselves, since other modules import them by name.
@@ -94,7 +94,7 @@ def _hidden(c10d: Any, group: Any, store: Any) -> Any:
     return group
 
 
-def _destroy(function: Callable, group: Any = None) -> None:
+def _destroy(function: Callable[..., Any], group: Any = None) -> None:
     """Ends the hidden groups as well, once gloo's threads rest.
 
     If DDP's reducer holds the last reference to the group and goes while a thread needs Python's lock, it waits for the
@@ -105,12 +105,13 @@ def _destroy(function: Callable, group: Any = None) -> None:
         _until_threads_rest()
         if all_of_them and torch.distributed.is_initialized():
             report_location("has left: it ended its process group")
-    ended = {other: state for other, state in states.items() if state.gloo_group and (all_of_them or other is group)}
+    ended = [state for other, state in states.items() if all_of_them or other is group]
     function(group)
-    for state in ended.values():
+    for state in ended:
         hidden, state.gloo_group = state.gloo_group, None
-        hidden.shutdown()
-        torch._C._distributed_c10d._unregister_process_group(hidden.group_name)
+        if hidden is not None:
+            hidden.shutdown()
+            torch._C._distributed_c10d._unregister_process_group(hidden.group_name)
 
 
 def _until_threads_rest() -> None:
@@ -142,33 +143,32 @@ def _rest_at_exit() -> None:
     atexit.register(_until_threads_rest)
 
 
-def _splitting(function: Callable, parent_pg=None, split_ranks=None, timeout=None, pg_options=None, group_desc=None):
+def _splitting(
+    function: Callable[..., Any], parent_pg: Any = None, split_ranks: Sequence[list[int]] = (), timeout: Any = None,
+    pg_options: Any = None, group_desc: str | None = None,
+) -> torch.distributed.ProcessGroup | None:  # fmt: skip
     """DeviceMesh splits groups that are bound to a GPU. Gloo and "fake" can be split since `GLOO_SPLITS`."""
     groups = [torch.distributed.new_group(ranks, timeout=timeout, group_desc=group_desc) for ranks in split_ranks or ()]
     return next((group for group in groups if isinstance(group, torch.distributed.ProcessGroup)), None)
 
 
-def _device_types(raw: Any) -> property:
+def _device_types(function: Callable[..., Any], group: torch.distributed.ProcessGroup) -> list[torch.device]:
     """`group._device_types`: object collectives and barriers choose their device by it."""
-
-    def answer(group: torch.distributed.ProcessGroup) -> list[torch.device]:
-        devices = state_of(group).backends
-        return raw.__get__(group) if devices is None else [torch.device(name) for name in devices]
-
-    return property(answer)
+    devices = state_of(group).backends
+    return function(group) if devices is None else [torch.device(name) for name in devices]
 
 
-def _get_object_coll_device(function: Callable, group: Any = None) -> str:
+def _get_object_coll_device(function: Callable[..., Any], group: Any = None) -> str:
     """The device on which objects travel: the computer's memory if GPU tensors keep no values (shapes_only)."""
-    return "cpu" if active().shapes_only else function(group)
+    return "cpu" if get_machine().shapes_only else function(group)
 
 
-def _get_backend(function: Callable, group: torch.distributed.ProcessGroup, device: torch.device) -> Any:
+def _get_backend(function: Callable[..., Any], group: torch.distributed.ProcessGroup, device: torch.device) -> Any:
     require_backend(group, torch.device(device).type)
     return function(group, device)
 
 
-def _split_group(function: Callable, group: torch.distributed.ProcessGroup, *args: Any, **kwargs: Any) -> Any:
+def _split_group(function: Callable[..., Any], group: torch.distributed.ProcessGroup, *args: Any, **kwargs: Any) -> Any:
     made = function(group, *args, **kwargs)
     state, devices = state_of(group), state_of(group).backends
     if made is not None and devices is not None:
@@ -177,19 +177,19 @@ def _split_group(function: Callable, group: torch.distributed.ProcessGroup, *arg
         state_of(made).backends = {device: name for device, name in devices.items() if device in kept}
     if state.gloo_group is not None:
         other = function(state.gloo_group, *args, **kwargs)
-        if made is not None and len(state_of(made).backends) > 1:
+        if made is not None and len(state_of(made).backends or ()) > 1:
             other._set_group_name(f"{made.group_name} of GPUs")
             torch._C._distributed_c10d._register_process_group(other.group_name, other)
             state_of(made).gloo_group = other
     return made
 
 
-def _barrier(function: Callable, group: torch.distributed.ProcessGroup, *args: Any, **kwargs: Any) -> Any:
+def _barrier(function: Callable[..., Any], group: torch.distributed.ProcessGroup, *args: Any, **kwargs: Any) -> Any:
     """NCCL needs to know the GPU of a barrier; gloo refuses to be told."""
-    opts = next((value for value in (*args, *kwargs.values()) if hasattr(value, "device_ids")), None)
-    gpu = _gpu_of_barrier(group, opts) if active().gpus else None
+    opts: Any = next((value for value in (*args, *kwargs.values()) if hasattr(value, "device_ids")), None)
+    gpu = _gpu_of_barrier(group, opts) if get_machine().gpus else None
     if opts is not None:
-        opts.device_ids = []
+        opts.device_ids = list[int]()
         if opts.device is not None and opts.device.type == "cuda" and gpu is not None:
             opts.device = torch.device("cuda", gpu.index)
     if gpu is not None:
@@ -197,7 +197,7 @@ def _barrier(function: Callable, group: torch.distributed.ProcessGroup, *args: A
     return function(group if gpu is None else gloo_group(group), *args, **kwargs)
 
 
-def _with_one_thread(raw: type) -> type:
+def _with_one_thread(raw: Any) -> type:
     """Gloo's groups with one thread for collectives instead of two.
 
     As a thread ends a collective, it notes the operator's name in a string that both write without a lock
@@ -206,7 +206,9 @@ def _with_one_thread(raw: type) -> type:
     enough, since a rank issues the collectives of a group one after the other.
     """
 
-    class OneThread(type(raw)):
+    kind: Any = type(raw)
+
+    class OneThread(kind):
         def __instancecheck__(cls, instance: object) -> bool:
             return isinstance(instance, raw)
 
@@ -215,8 +217,8 @@ def _with_one_thread(raw: type) -> type:
                 return raw(store, rank, size, *options, **others)
             given = raw._Options()
             interfaces = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")
-            found = [raw.create_device(interface=name) for name in interfaces if name]
-            given._devices, given._threads, given._timeout = found or [raw.create_default_device()], 1, timeout
+            named = [raw.create_device(interface=name) for name in interfaces if name]
+            given._devices, given._threads, given._timeout = named or [raw.create_default_device()], 1, timeout
             for name, value in others.items():
                 setattr(given, name, value)
             return raw(store, rank, size, given)
@@ -229,7 +231,7 @@ def _gpu_of_barrier(group: Any, opts: Any) -> VirtualGPU:
     named = getattr(opts, "device", None) or group.bound_device_id
     if named is not None and named.type == "cuda" and named.index is not None:
         return gpu_at(named)
-    return state_of(group).first_gpu or gpu_at(torch.distributed.get_rank() % len(active().gpus))
+    return state_of(group).first_gpu or gpu_at(torch.distributed.get_rank() % len(get_machine().gpus))
 
 
 def patches() -> list[Patch]:
@@ -243,7 +245,7 @@ def patches() -> list[Patch]:
         (c10d, "_new_process_group_helper", around(c10d._new_process_group_helper, _new_process_group_helper)),
         (c10d, "_get_object_coll_device", around(c10d._get_object_coll_device, _get_object_coll_device)),
         (c10d, "_get_split_source", lambda *args: None),  # only NCCL makes a group's communicator out of another's
-        (group, "_device_types", _device_types(vars(group)["_device_types"])),
+        (group, "_device_types", property(functools.partial(_device_types, vars(group)["_device_types"].__get__))),
         (group, "_get_backend", around(group._get_backend, _get_backend)),
         (group, "barrier", around(group.barrier, _barrier)),
     ]

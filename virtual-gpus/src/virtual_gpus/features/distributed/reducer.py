@@ -6,7 +6,9 @@ only) and which are not modelled. Gloo's buffers are the computer's memory. See 
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -19,8 +21,8 @@ from virtual_gpus.placement.creation_sites import forget_creation_site
 from virtual_gpus.placement.storages import gpu_of, has_values, place
 from virtual_gpus.timeline.peak import BUFFERS
 
-_raw_broadcast_coalesced = getattr(torch.distributed, "_broadcast_coalesced", None)  # of builds with distributed
-_raw_verify = getattr(torch.distributed, "_verify_params_across_processes", None)
+_raw_broadcast_coalesced: Any = getattr(torch.distributed, "_broadcast_coalesced", None)  # of builds with distributed
+_raw_verify: Any = getattr(torch.distributed, "_verify_params_across_processes", None)
 LASTING = {torch.nn.parallel.distributed.__file__}  # the reducer's buckets
 ALLOCATES = [("nn/parallel/distributed.py", ("__init__", "_sync_module_states"), BUFFERS),
              ("virtual_gpus/features/distributed/reducer.py", None, BUFFERS)]  # fmt: skip
@@ -33,11 +35,13 @@ class _Buckets(TorchDispatchMode):
     parameters, and none for what it keeps in the computer's memory. `gpus`: of one after the other, and of all others.
     """
 
-    def __init__(self, gpus: list[VirtualGPU], gpu: VirtualGPU):
+    def __init__(self, gpus: Sequence[VirtualGPU | None], gpu: VirtualGPU):
         super().__init__()
         self._gpus, self._gpu = iter(gpus), gpu
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         kwargs = kwargs or {}
         if func is torch.ops.aten.copy_.default and gpu_of(args[0]) is None and not has_values(args[1]):
             return args[0]  # the order of the buckets, back from rank 0: it has no values, so this rank's own stays
@@ -52,7 +56,7 @@ class _Buckets(TorchDispatchMode):
 _on = entrance(place)
 
 
-def _on_gpu(base):
+def _on_gpu(base: Any) -> type:
     """DDP's reducer, with its buckets on the GPU from the start, and again when they are made anew.
 
     C++ makes them anew in the order of the gradients before the second forward pass. Without
@@ -60,38 +64,38 @@ def _on_gpu(base):
     """
 
     class Reducer(base):
-        def __init__(self, params, bucket_indices, *args, **kwargs):
+        def __init__(self, params: list[torch.Tensor], bucket_indices: list[list[int]], *args: Any, **kwargs: Any):
             self._gpus = [gpu_of(parameter) for parameter in params]
             with self._making([self._gpus[indices[0]] for indices in bucket_indices]):
                 super().__init__(params, bucket_indices, *args, **kwargs)
 
-        def _making(self, gpus=()):
+        def _making(self, gpus: Sequence[VirtualGPU | None] = ()) -> AbstractContextManager[object]:
             first = self._gpus[0]
             return nullcontext() if first is None or not first.machine.on else _Buckets(gpus, first)
 
-        def _rebuild_buckets(self):
+        def _rebuild_buckets(self) -> bool:
             if len({id(gpu) for gpu in self._gpus}) > 1:
                 return False  # C++ would mix GPUs, which it cannot tell apart: the first buckets stay
             with self._making():
                 return super()._rebuild_buckets()
 
-        def _set_static_graph(self):
+        def _set_static_graph(self) -> None:
             with self._making():
                 return super()._set_static_graph()
 
     return Reducer
 
 
-def _without_times(base):
+def _without_times(base: Any) -> type:
     """DDP's logger, which with shapes only would warn that it has no timer for such tensors."""
 
     class Logger(base):
-        def __init__(self, reducer):
+        def __init__(self, reducer: Any):
             super().__init__(reducer)
             gpu = reducer._gpus[0]
             self._timed = gpu is None or not gpu.machine.shapes_only
 
-        def set_runtime_stats_and_log(self):
+        def set_runtime_stats_and_log(self) -> None:
             if self._timed:
                 super().set_runtime_stats_and_log()
 
@@ -106,41 +110,43 @@ def _numbers_by_gpu(tensors: list[torch.Tensor]) -> list[list[int]]:
     return list(numbers.values())
 
 
-def _compute_bucket_assignment_by_size(tensors, limits, expect_sparse=(), *args, **kwargs):
+def _compute_bucket_assignment_by_size(
+    tensors: list[torch.Tensor], limits: list[int], expect_sparse: Sequence[bool] = (), *args: Any, **kwargs: Any
+) -> tuple[list[list[int]], list[int]]:
     """Buckets of parameters, of one GPU each."""
-    compute = torch._C._distributed_c10d._compute_bucket_assignment_by_size
+    compute: Callable[..., Any] = torch._C._distributed_c10d._compute_bucket_assignment_by_size
     if args or kwargs or len(groups := _numbers_by_gpu(tensors)) < 2:
         return compute(tensors, limits, expect_sparse, *args, **kwargs)
-    found = []
+    numbered: list[tuple[list[int], int]] = []
     for numbers in groups:
         sparse = [expect_sparse[n] for n in numbers] if expect_sparse else []
         buckets, sizes = compute([tensors[n] for n in numbers], limits, sparse)
-        found += [([numbers[i] for i in bucket], size) for bucket, size in zip(buckets, sizes, strict=True)]
-    found.sort(key=lambda pair: min(pair[0]))
-    return [bucket for bucket, _ in found], [size for _, size in found]
+        numbered += [([numbers[i] for i in bucket], size) for bucket, size in zip(buckets, sizes, strict=True)]
+    numbered.sort(key=lambda pair: min(pair[0]))
+    return [bucket for bucket, _ in numbered], [size for _, size in numbered]
 
 
-def _verify_params_across_processes(process_group, tensors, *args, **kwargs) -> None:
+def _verify_params_across_processes(group: Any, tensors: list[torch.Tensor], *args: Any, **kwargs: Any) -> None:
     """Compare the parameters' sizes with the other ranks'; without values there is nothing to compare by."""
     gpu = gpu_of(tensors[0]) if tensors else None
     if tensors and gpu is None:  # C++ sees the same group for tensors of both kinds
-        require_backend(process_group, "cpu")
+        require_backend(group, "cpu")
     if not tensors or has_values(tensors[0]):
-        _raw_verify(process_group, tensors, *args, **kwargs)
+        _raw_verify(group, tensors, *args, **kwargs)
 
 
-def _broadcast_coalesced(process_group, tensors, *args, **kwargs) -> None:
+def _broadcast_coalesced(group: Any, tensors: list[torch.Tensor], *args: Any, **kwargs: Any) -> None:
     """Parameters or buffers in flat tensors, of one GPU each, which are gone when it returns."""
     for numbers in _numbers_by_gpu(tensors):
         gpu = gpu_of(tensors[numbers[0]])
-        require_backend(process_group, "cpu" if gpu is None else "cuda")
-        _raw_broadcast_coalesced(process_group, [tensors[n] for n in numbers], *args, **kwargs)
+        require_backend(group, "cpu" if gpu is None else "cuda")
+        _raw_broadcast_coalesced(group, [tensors[n] for n in numbers], *args, **kwargs)
 
 
 def patches() -> list[Patch]:
     if not torch.distributed.is_available():
         return []
     functions = (_broadcast_coalesced, _compute_bucket_assignment_by_size, _verify_params_across_processes)
-    replaced = [(torch.distributed, function.__name__, function) for function in functions]
+    replaced: list[Patch] = [(torch.distributed, function.__name__, function) for function in functions]
     replaced.append((torch.distributed, "Reducer", _on_gpu(torch._C._distributed_c10d.Reducer)))
     return replaced + [(torch.distributed, "Logger", _without_times(torch._C._distributed_c10d.Logger))]

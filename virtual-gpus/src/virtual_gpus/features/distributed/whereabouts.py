@@ -155,7 +155,8 @@ def tell_who_is_missing(error: BaseException, group: Any, words: str) -> None:
     """
     here, ranks = torch.distributed.get_rank(), torch.distributed.get_process_group_ranks(group)
     mine = f"waited in {location(words, group)}"
-    said, ends = {}, time.monotonic() + _OTHERS_ANSWER_IN_S
+    said: dict[int, str] = {}
+    ends = time.monotonic() + _OTHERS_ANSWER_IN_S
     with contextlib.suppress(RuntimeError):
         report_location(mine)
         others = [rank for rank in ranks if rank != here]

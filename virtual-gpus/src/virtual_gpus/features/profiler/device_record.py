@@ -18,13 +18,12 @@ from torch.autograd import DeviceType
 from torch.autograd.profiler_util import FunctionEvent
 
 from virtual_gpus.clock.clock import COPY_IN, COPY_OUT, Span
+from virtual_gpus.clock.traffic import TRAFFIC
 from virtual_gpus.machine import VirtualMachine
 from virtual_gpus.timeline.spans import lane_name
 
 _TO_THE_GPU, _TO_THE_CPU = "to the GPU", "to the CPU"  # the clock's names for copies from and to the computer
 _LANES: dict[str, int] = {COPY_IN: 1001, COPY_OUT: 1002}  # beside the numbers of streams; collectives have the next
-_NCCL = {"all_reduce": "AllReduce", "all_gather": "AllGather", "reduce_scatter": "ReduceScatter",
-         "broadcast": "Broadcast", "reduce": "Reduce"}  # fmt: skip
 _OURS = "PythonDispatchMode"  # the profiler's name for what the engine does around each operator
 
 
@@ -126,7 +125,7 @@ def _name(span: Span) -> str:
     if span.kind == "copy":
         name = {_TO_THE_GPU: "Memcpy HtoD", _TO_THE_CPU: "Memcpy DtoH"}.get(name, "Memcpy PtoP")
     elif span.kind == "collective":  # tools tell collectives from other kernels by this name
-        name = f"ncclDevKernel_{_NCCL.get(name, 'SendRecv')}"
+        name = f"ncclDevKernel_{TRAFFIC[name].kernel}"
     return f"{name} (modelled)"
 
 
