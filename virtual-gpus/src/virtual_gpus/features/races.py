@@ -283,7 +283,7 @@ class RaceChecker(Follower):
             pinned = _pinned(tensor)
             if pinned is not None and pinned in self._of_host:
                 self._note(self._of_host[pinned], _Issued(self._order, _HOST, works.what), tensor, writes)
-        elif allocation.block is not None and allocation.block.pool is not None:  # it has bytes
+        elif allocation.block is not None and allocation.block.size:  # it has bytes
             self._note(self._history(allocation).accesses, works.on(allocation.gpu), tensor, writes)
 
     def _history(self, allocation: StorageAllocation) -> _History:

@@ -27,22 +27,23 @@ from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any
 
-from virtual_gpus.memory import expandable
+from virtual_gpus.memory import blocks, expandable
 from virtual_gpus.memory.blocks import FREE, FREEING, USED, Block, BlockPool, Segment, Stream, StreamWaits, cut_off
 from virtual_gpus.memory.device import DeviceMemory, Observer
 from virtual_gpus.memory.options import LARGE_SEGMENT, SMALL_REQUEST, UNLIMITED, Options
 from virtual_gpus.memory.report import OutOfMemory, oom_message, segment_entries
-from virtual_gpus.memory.stats import AllocatorStats, format_size
+from virtual_gpus.memory.stats import METRICS, AllocatorStats, format_size
 
 __all__ = ["Block", "CachingAllocator", "OutOfMemory", "format_size", "oom_message"]
 
 FIRST_ADDRESS = 0x7F0000000000
 
 
-class Owner(weakref.ref):
+class Owner(weakref.ref[object]):
     """A weak reference that knows the `address` of the block that goes with what it refers to."""
 
     __slots__ = ("address",)
+    address: int
 
 
 class CachingAllocator:
@@ -51,8 +52,7 @@ class CachingAllocator:
     To give several GPUs different addresses, choose values of `first_address` that differ by more than they reserve.
 
     device: the GPU's memory as its driver sees it.
-    clock: says how far streams have come, for `record_stream`: `mark(stream)` gives a mark behind the work that the
-        stream was given so far, `has_passed(mark)` is true when that is done, and `wait_for(mark)` lets the host wait.
+    clock: says how far streams have come, for `record_stream`. None: no block waits for a stream.
     live_blocks: the used blocks by address.
     observers: functions that are called as f(event, address, size). They may only read properties and free blocks.
         "alloc", "free": a block. If it waited for a stream, "free_requested" and "free_completed" replace "free".
@@ -69,7 +69,7 @@ class CachingAllocator:
     def __init__(self, capacity: int, context: int = 0, first_address: int = FIRST_ADDRESS):
         self.observers: list[Observer] = []
         self.oom_observers: list[Callable[[OutOfMemory], None]] = []
-        self.clock: Any = None
+        self.clock: blocks.StreamClock | None = None
         self.options = Options()
         self._always_default = True  # no options that change which free block serves a request were ever set
         self._max_split = -1  # as the statistics show it: what held when CUDA started
@@ -97,7 +97,7 @@ class CachingAllocator:
         """
         if nbytes <= 0:
             return _empty_block(nbytes)
-        error = None
+        error: OutOfMemory | None = None
         with self._lock:
             if self._busy:
                 raise RuntimeError(_NESTED)
@@ -122,6 +122,7 @@ class CachingAllocator:
             for observer in self.oom_observers:
                 observer(error)
             raise error
+        assert block is not None
         return block
 
     def free(self, block: Block) -> None:
@@ -141,7 +142,7 @@ class CachingAllocator:
         """
         with self.exclusive():
             if block.size and block.state == USED and stream[1] != block.pool.stream:
-                self._waits.record(block, stream)
+                self._waits.recorded.setdefault(block.address, {})[stream] = None
 
     def empty_cache(self) -> None:
         """Give all segments without a used block, and all free pages of expandable ones, back to the GPU."""
@@ -308,9 +309,9 @@ class CachingAllocator:
             block.owner = None
             if not default and size >= self.options.max_split:
                 stats.oversize_allocations.change(-1)
-            if address in recorded:
+            if address in recorded and (clock := self.clock) is not None:
                 event = "free_requested"
-                self._waits.add(block, self.clock)
+                self._waits.add(block, clock)
             else:
                 block.state = FREE
                 block.pool.reclaim(block)
@@ -321,7 +322,7 @@ class CachingAllocator:
     def _complete_waits(self, wait: bool = False) -> None:
         """Take back the blocks that no other stream uses any more; with `wait`, all of them."""
         self._stats.note_peaks()
-        for block in self._waits.passed(self.clock, wait):
+        for block in self._waits.passed(self.clock, wait) if self.clock is not None else ():
             address, size, block.state = block.address, block.size, FREE
             block.pool.reclaim(block)
             self.device.tell("free_completed", address, size)
@@ -366,7 +367,7 @@ class CachingAllocator:
 
     def _collect_garbage(self) -> None:
         """Give back cached segments of the large pool, the oldest first, until little enough is reserved."""
-        excess = self._stats.reserved - int(self.options.gc_threshold * self.device.allowed)
+        excess = self._stats.reserved - int(self.options.gc_threshold * (self.device.allowed or 0))
         cached = [block for pool in self._large_pools.values() for block in pool.whole_segments()]
         ages = {block: block.pool.tally.searches - block.born for block in cached}
         while excess > 0 and ages:
@@ -387,7 +388,7 @@ class CachingAllocator:
             self._live.pop(self._pending[0].address, None)
             self._pending.popleft()
         self._waits.correct(self._live)
-        segments = self.device.segments.values()
+        segments = list(self.device.segments.values())
         pools = [pool for by_stream in self._pools for pool in by_stream.values()]
         for pool in pools:
             pool.free.clear()
@@ -397,13 +398,16 @@ class CachingAllocator:
         for segment in segments:
             first, end = (bisect_left(addresses, a) for a in (segment.address, segment.address + segment.size))
             segment.relink(taken[first:end])
-        waiting = [entry[0] for entry in self._waits.waiting.values()]
+        waiting = [block for block, _ in self._waits.waiting.values()]
         free = [entry[2] for pool in pools for entry in pool.free]
-        self._stats.recount(list(self._live.values()), waiting, list(segments), free)
+        for tally in (self._stats.small, self._stats.large):
+            blocks.recount(tally, list(self._live.values()), waiting, free, segments)
+        for tally in (self._stats.small, self._stats.large):
+            self._stats.raise_peaks(METRICS, tally)
 
     def _taken_blocks(self) -> list[Block]:
         """The blocks that no other owner may have."""
-        return [*self._live.values(), *(entry[0] for entry in self._waits.waiting.values())]
+        return [*self._live.values(), *(block for block, _ in self._waits.waiting.values())]
 
     # ---- settings and figures
 
@@ -441,7 +445,7 @@ class CachingAllocator:
         """The most that was ever reserved since `reset_peak_stats`: torch.cuda.max_memory_reserved."""
         return self._stats.both.reserved_bytes_peak
 
-    def stats(self) -> dict:
+    def stats(self) -> dict[str, Any]:
         """The nested dictionary that torch.cuda.memory_stats flattens."""
         with self.exclusive():
             return self._stats.nested(self._max_split)
@@ -456,29 +460,27 @@ class CachingAllocator:
         with self.exclusive():
             self._stats.reset_accumulated()
 
-    def snapshot(self, device: int = 0) -> list[dict]:
+    def snapshot(self, device: int = 0) -> list[dict[str, Any]]:
         """All segments, by address, as torch.cuda.memory_snapshot lists them; `device` is the GPU's index."""
         with self.exclusive():
             free = [entry[2] for pools in self._pools for pool in pools.values() for entry in pool.free]
             return segment_entries([*self._taken_blocks(), *free], device)
 
-    def segment_at(self, address: int) -> Segment | None:
+    def segment_at(self, address: int) -> Segment:
         """The segment that an address is in."""
-        found = self.device.segments.get(address)
-        if found is not None:
-            return found
-        return next((s for s in self.device.segments.values() if s.address <= address < s.address + s.size), None)
+        return next(s for s in self.device.segments.values() if s.address <= address < s.address + s.size)
 
 
 _NESTED = (
     "A finalizer or an observer used this GPU's allocator in the middle of an allocation. It may only call `free` and "
     "read properties there."
 )
+_NO_POOL = BlockPool(True, 0, AllocatorStats(), 0)  # of blocks of no bytes
 
 
 def _empty_block(nbytes: int) -> Block:
     if nbytes < 0:
         raise ValueError(f"Cannot allocate {nbytes} bytes. Ask for zero bytes or more.")
-    block = Block(0, 0, None, None, None, None)
+    block = Block(0, 0, _NO_POOL, None, None, None)
     block.state = USED
     return block

@@ -12,11 +12,13 @@ from bisect import bisect_left, insort
 from collections import Counter, deque
 from collections.abc import Iterator
 from itertools import pairwise
-from typing import Any
+from typing import Protocol, TypeAlias
+from weakref import ref
 
-from virtual_gpus.memory.stats import AllocatorStats, format_size
+from virtual_gpus.memory.stats import AllocatorStats, Tally, format_size
 
 Stream = tuple[int, int]  # (GPU, stream)
+Beside: TypeAlias = "Block | None"
 
 # A block's state. FREEING: given back, but not yet seen by the thread that has the lock. WAITING: for other streams.
 # UNMAPPED: addresses of an expandable segment that have no memory.
@@ -26,14 +28,14 @@ FREE, USED, FREEING, WAITING, UNMAPPED = range(5)
 class Block:
     """A piece of a segment: `address`, `size` (rounded up) and `requested` (as asked for), in bytes.
 
-    arena: the expandable segment that it is in, or None. owner: the `Owner` that watches what it belongs to, or None.
+    arena: the expandable segment that it is in, or None.
     """
 
     __slots__ = ("address", "arena", "born", "next", "owner", "pool", "prev", "requested", "size", "state")
+    born: int  # the searches of its pool's tally when it came to the pool
+    owner: ref[object] | None  # the `Owner` that watches what it belongs to
 
-    def __init__(
-        self, address: int, size: int, pool: BlockPool | None, prev: Beside, next: Beside, arena: Segment | None
-    ):
+    def __init__(self, address: int, size: int, pool: BlockPool, prev: Beside, next: Beside, arena: Segment | None):
         self.address, self.size, self.requested = address, size, 0
         self.pool, self.prev, self.next = pool, prev, next
         self.arena, self.owner, self.state = arena, None, FREE
@@ -41,9 +43,6 @@ class Block:
     def __repr__(self) -> str:
         state = ("free", "used", "being freed", "waiting for a stream", "without memory")[self.state]
         return f"Block({self.address:#x}, {format_size(self.size)}, {state})"
-
-
-Beside = Block | None
 
 
 class BlockPool:
@@ -164,19 +163,41 @@ class Segment:
                 yield block
 
 
+def recount(tally: Tally, used: list[Block], waiting: list[Block], free: list[Block], segments: list[Segment]) -> None:
+    """Set the counters of a size class to what is there of it."""
+    used, waiting, free = ([block for block in blocks if block.pool.tally is tally] for blocks in (used, waiting, free))
+    splits = [block.size for block in free if block.arena is None and (block.prev or block.next)]
+    segments = [segment for segment in segments if segment.pool.tally is tally]
+    present = {
+        "allocation": len(used),
+        "allocated_bytes": sum(block.size for block in used),
+        "requested_bytes": sum(block.requested for block in used + waiting),
+        "segment": sum(not segment.expandable for segment in segments),
+        "reserved_bytes": sum(segment.reserved for segment in segments),
+        "inactive_split": len(splits),
+        "inactive_split_bytes": sum(splits),
+    }
+    tally.correct(present)
+    tally.waiting, tally.waiting_bytes = len(waiting), sum(block.size for block in waiting)
+
+
+class StreamClock(Protocol):
+    """How far streams have come: a mark is behind the work that a stream was given so far."""
+
+    def mark(self, stream: Stream, /) -> float: ...
+    def has_passed(self, mark: float, /) -> bool: ...
+    def wait_for(self, mark: float, /) -> None: ...
+
+
 class StreamWaits:
     """Which streams use a block besides its own, and which freed blocks wait for them. `clock`: the allocator's."""
 
     def __init__(self):
         self.recorded: dict[int, dict[Stream, None]] = {}  # address of a used block -> the other streams that use it
-        self.waiting: dict[int, list] = {}  # address -> [block, marks that are left]
-        self._queues: dict[Stream, deque] = {}  # stream -> (mark, address)
+        self.waiting: dict[int, tuple[Block, int]] = {}  # address -> (block, marks that are left)
+        self._queues: dict[Stream, deque[tuple[float, int]]] = {}  # stream -> (mark, address)
 
-    def record(self, block: Block, stream: Stream) -> None:
-        """Note that `stream` uses the block too."""
-        self.recorded.setdefault(block.address, {})[stream] = None
-
-    def add(self, block: Block, clock: Any) -> None:
+    def add(self, block: Block, clock: StreamClock) -> None:
         """Let a block that was freed wait for the streams that were recorded."""
         streams = self.recorded.pop(block.address)
         block.state = WAITING
@@ -185,22 +206,21 @@ class StreamWaits:
         tally.waiting_bytes += block.size
         for stream in streams:
             self._queues.setdefault(stream, deque()).append((clock.mark(stream), block.address))
-        self.waiting[block.address] = [block, len(streams)]
+        self.waiting[block.address] = block, len(streams)
 
-    def passed(self, clock: Any, wait: bool = False) -> Iterator[Block]:
+    def passed(self, clock: StreamClock, wait: bool = False) -> Iterator[Block]:
         """The blocks that no stream uses any more, which wait no longer; with `wait`, all of them."""
         for stream, queue in list(self._queues.items()):
             while queue and (wait or clock.has_passed(queue[0][0])):
                 mark, address = queue.popleft()
                 if wait:
                     clock.wait_for(mark)
-                entry = self.waiting[address]
-                entry[1] -= 1
-                if not entry[1]:
-                    block, tally = entry[0], entry[0].pool.tally
+                block, marks = self.waiting[address]
+                self.waiting[address] = block, marks - 1
+                if marks == 1:
                     del self.waiting[address]
-                    tally.waiting -= 1
-                    tally.waiting_bytes -= block.size
+                    block.pool.tally.waiting -= 1
+                    block.pool.tally.waiting_bytes -= block.size
                     yield block
             if not queue:
                 del self._queues[stream]
@@ -208,8 +228,8 @@ class StreamWaits:
     def correct(self, live: dict[int, Block]) -> None:
         """Put the books in order after something was cut short; `live` has the used blocks."""
         self.recorded = {address: streams for address, streams in self.recorded.items() if address in live}
-        left = Counter(address for queue in self._queues.values() for _, address in queue)
-        self.waiting = {address: [entry[0], left[address]] for address, entry in self.waiting.items() if left[address]}
+        due = Counter(address for queue in self._queues.values() for _, address in queue)
+        self.waiting = {address: (block, due[address]) for address, (block, _) in self.waiting.items() if due[address]}
         self._queues = {
             stream: deque(entry for entry in queue if entry[1] in self.waiting)
             for stream, queue in self._queues.items()

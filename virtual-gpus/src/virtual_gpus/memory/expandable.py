@@ -23,7 +23,7 @@ def expand(device: DeviceMemory, pool: BlockPool, size: int, page: int) -> Block
         return None
     while block.size < size:
         gap = block.next
-        if not _map(device, gap, min(size - block.size, gap.size)):
+        if gap is None or not _map(device, gap, min(size - block.size, gap.size)):
             return None
         block = gap  # it took the free blocks beside it in
     pool.remove(block)
@@ -57,6 +57,7 @@ def _new_segment(device: DeviceMemory, pool: BlockPool, page: int) -> Block:
 def _map(device: DeviceMemory, gap: Block, nbytes: int) -> bool:
     """Give the first `nbytes` bytes of a gap memory, in whole pages; the gap becomes a free block of its pool."""
     arena, pool = gap.arena, gap.pool
+    assert arena is not None  # only such segments have gaps
     first = (gap.address - arena.address) // arena.page
     pages = range(first, first + -(-nbytes // arena.page))
     if not device.map(arena, pages):
@@ -71,8 +72,7 @@ def _map(device: DeviceMemory, gap: Block, nbytes: int) -> bool:
 
 def unmap_free_pages(device: DeviceMemory, pool: BlockPool) -> None:
     """Give the memory of all wholly free pages of a pool back to the GPU."""
-    for _, _, block in [entry for entry in pool.free if entry[2].arena is not None]:
-        arena = block.arena
+    for block, arena in [(entry[2], arena) for entry in pool.free if (arena := entry[2].arena) is not None]:
         start = block.address - arena.address
         pages = range(-(-start // arena.page), (start + block.size) // arena.page)
         if not pages:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from virtual_gpus.memory.blocks import FREE, UNMAPPED, WAITING, Block
 from virtual_gpus.memory.stats import format_size
@@ -14,7 +15,7 @@ from virtual_gpus.memory.stats import format_size
 _STATES = {FREE: "inactive", WAITING: "active_pending_free"}  # all others: "active_allocated"
 
 
-def segment_entries(blocks: Iterable[Block], device: int) -> list[dict]:
+def segment_entries(blocks: Iterable[Block], device: int) -> list[dict[str, Any]]:
     """The segments of all used and free `blocks`, by address, as `torch.cuda.memory_snapshot` lists them.
 
     An expandable segment counts once for each range of it that has memory.
@@ -23,11 +24,11 @@ def segment_entries(blocks: Iterable[Block], device: int) -> list[dict]:
     return [_segment_entry(head, device) for head in sorted(heads, key=lambda block: block.address)]
 
 
-def _segment_entry(head: Block, device: int) -> dict:
-    blocks, block = [], head
+def _segment_entry(head: Block, device: int) -> dict[str, Any]:
+    blocks: list[dict[str, Any]] = []
+    block: Block | None = head
     while block is not None and block.state != UNMAPPED:
-        state = _STATES.get(block.state, "active_allocated")
-        requested = block.requested if block.state else 0
+        state, requested = _STATES.get(block.state, "active_allocated"), block.requested if block.state else 0
         blocks.append({"address": block.address, "size": block.size, "requested_size": requested, "state": state,
                        "frames": []})  # fmt: skip
         block = block.next

@@ -9,22 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from operator import attrgetter
+from typing import Any
 
-METRICS = (
-    "allocation",
-    "allocated_bytes",
-    "requested_bytes",
-    "segment",
-    "reserved_bytes",
-    "inactive_split",
-    "inactive_split_bytes",
-)
+METRICS = ("allocation", "allocated_bytes", "requested_bytes", "segment", "reserved_bytes", "inactive_split",
+           "inactive_split_bytes")  # fmt: skip
 EVENTS = ("num_alloc_retries", "num_ooms", "num_sync_all_streams", "num_device_alloc", "num_device_free")
 
 # By metric: that of blocks which are used or wait for another stream, and the counter of those that wait.
 _ACTIVE = {"allocation": ("active", "waiting"), "allocated_bytes": ("active_bytes", "waiting_bytes")}
-_KINDS = ("", "_up", "_peak")  # what is there, all that was ever added, the most that was ever there
-_KIB, _MIB, _GIB = 1 << 10, 1 << 20, 1 << 30
 
 
 class Tally:
@@ -33,33 +25,26 @@ class Tally:
     What was ever taken away is the difference of what was added and what is there, so it needs no counter.
     """
 
-    __slots__ = (*(name + kind for name in METRICS for kind in _KINDS), "active_bytes_peak", "active_peak",
-                 "searches", "waiting", "waiting_bytes")  # fmt: skip
+    __slots__ = (*(name + kind for name in METRICS for kind in ("", "_up", "_peak")), "active_bytes_peak",
+                 "active_peak", "searches", "waiting", "waiting_bytes")  # fmt: skip
 
     def __init__(self):
         self.searches = 0  # for free blocks, counted while garbage is collected: the age of a block is counted in them
         self.waiting = self.waiting_bytes = 0  # freed, but another stream still uses them
         self.active_peak = self.active_bytes_peak = 0  # looked at only while something waits
-        for name in METRICS:
-            for kind in _KINDS:
-                setattr(self, name + kind, 0)
+        self.allocation = self.allocation_up = self.allocation_peak = 0
+        self.allocated_bytes = self.allocated_bytes_up = self.allocated_bytes_peak = 0
+        self.requested_bytes = self.requested_bytes_up = self.requested_bytes_peak = 0
+        self.segment = self.segment_up = self.segment_peak = 0
+        self.reserved_bytes = self.reserved_bytes_up = self.reserved_bytes_peak = 0
+        self.inactive_split = self.inactive_split_up = self.inactive_split_peak = 0
+        self.inactive_split_bytes = self.inactive_split_bytes_up = self.inactive_split_bytes_peak = 0
 
-    def recount(self, used: list, waiting: list, segments: list, free: list) -> None:
-        """Set the counters to what is there, keeping current = added - taken away."""
-        splits = [block.size for block in free if block.arena is None and (block.prev or block.next)]
-        figures = {
-            "allocation": len(used),
-            "allocated_bytes": sum(block.size for block in used),
-            "requested_bytes": sum(block.requested for block in used + waiting),
-            "segment": sum(not segment.expandable for segment in segments),
-            "reserved_bytes": sum(segment.reserved for segment in segments),
-            "inactive_split": len(splits),
-            "inactive_split_bytes": sum(splits),
-        }
-        for name, figure in figures.items():
+    def correct(self, present: dict[str, int]) -> None:
+        """Set the metrics to what is there, keeping current = added - taken away."""
+        for name, figure in present.items():
             setattr(self, name + "_up", getattr(self, name + "_up") - getattr(self, name) + figure)
             setattr(self, name, figure)
-        self.waiting, self.waiting_bytes = len(waiting), sum(block.size for block in waiting)
 
 
 class Stat:
@@ -113,12 +98,12 @@ def _active_entry(like: str, small: Tally, large: Tally, both: Tally) -> dict[st
     return _entry(figures(small), figures(large), max(getattr(both, like + "_peak"), getattr(both, name + "_peak")))
 
 
-def _since(base: dict, found: dict) -> dict:
-    """`found`, whose figures of `allocated` and `freed` count from those in `base` on."""
+def _since(base: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
+    """The figures of `now`, of which `allocated` and `freed` count from those in `base` on."""
     return {
         key: _since(base[key], value) if isinstance(value, dict)
         else value - base[key] if key in ("allocated", "freed") else value
-        for key, value in found.items()
+        for key, value in now.items()
     }  # fmt: skip
 
 
@@ -130,7 +115,7 @@ class AllocatorStats:
         self.oversize_allocations, self.oversize_segments = Stat(), Stat()
         self.events = dict.fromkeys(EVENTS, 0)
         self.rising = False  # something was allocated since the peaks were last looked at
-        self._base: dict | None = None  # what `_all` said when the accumulated figures began anew
+        self._base: dict[str, Any] | None = None  # what `_all` said when the accumulated figures began anew
 
     @property
     def allocated(self) -> int:
@@ -146,27 +131,27 @@ class AllocatorStats:
         """Use only rises between two frees: a look before each free, and each reading, finds every peak."""
         self.rising = False
         small, large, both = self.small, self.large, self.both
-        one, other = small.allocated_bytes, large.allocated_bytes
-        if one > small.allocated_bytes_peak:
-            small.allocated_bytes_peak = one
-        if other > large.allocated_bytes_peak:
-            large.allocated_bytes_peak = other
-        if one + other > both.allocated_bytes_peak:
-            both.allocated_bytes_peak = one + other
-        one, other = small.requested_bytes, large.requested_bytes
-        if one > small.requested_bytes_peak:
-            small.requested_bytes_peak = one
-        if other > large.requested_bytes_peak:
-            large.requested_bytes_peak = other
-        if one + other > both.requested_bytes_peak:
-            both.requested_bytes_peak = one + other
-        one, other = small.allocation, large.allocation
-        if one > small.allocation_peak:
-            small.allocation_peak = one
-        if other > large.allocation_peak:
-            large.allocation_peak = other
-        if one + other > both.allocation_peak:
-            both.allocation_peak = one + other
+        in_small, in_large = small.allocated_bytes, large.allocated_bytes
+        if in_small > small.allocated_bytes_peak:
+            small.allocated_bytes_peak = in_small
+        if in_large > large.allocated_bytes_peak:
+            large.allocated_bytes_peak = in_large
+        if in_small + in_large > both.allocated_bytes_peak:
+            both.allocated_bytes_peak = in_small + in_large
+        in_small, in_large = small.requested_bytes, large.requested_bytes
+        if in_small > small.requested_bytes_peak:
+            small.requested_bytes_peak = in_small
+        if in_large > large.requested_bytes_peak:
+            large.requested_bytes_peak = in_large
+        if in_small + in_large > both.requested_bytes_peak:
+            both.requested_bytes_peak = in_small + in_large
+        in_small, in_large = small.allocation, large.allocation
+        if in_small > small.allocation_peak:
+            small.allocation_peak = in_small
+        if in_large > large.allocation_peak:
+            large.allocation_peak = in_large
+        if in_small + in_large > both.allocation_peak:
+            both.allocation_peak = in_small + in_large
         if small.waiting or large.waiting:
             self._note_active_peaks()
 
@@ -176,7 +161,7 @@ class AllocatorStats:
             for tally, now in ((self.small, small), (self.large, large), (self.both, small + large)):
                 setattr(tally, name + "_peak", max(getattr(tally, name + "_peak"), now))
 
-    def _raise_peaks(self, names: Iterable[str], tally: Tally) -> None:
+    def raise_peaks(self, names: Iterable[str], tally: Tally) -> None:
         """Lift the peaks of metrics of one tally, and of the two together, to the present values."""
         for name in names:
             total = getattr(self.small, name) + getattr(self.large, name)
@@ -212,7 +197,7 @@ class AllocatorStats:
         tally.segment_up += segments
         tally.reserved_bytes_up += nbytes
         self.events["num_device_alloc"] += 1
-        self._raise_peaks(("segment", "reserved_bytes"), tally)
+        self.raise_peaks(("segment", "reserved_bytes"), tally)
 
     def reset_peaks(self) -> None:
         """Let every peak start again from the present value."""
@@ -232,15 +217,7 @@ class AllocatorStats:
         self._base = self._all()
         self.events.update(dict.fromkeys(EVENTS, 0))
 
-    def recount(self, used: list, waiting: list, segments: list, free: list) -> None:
-        """Count anew what is there: used blocks, those that wait for streams, segments and free blocks."""
-        for tally in (self.small, self.large):
-            parts = ([part for part in parts if part.pool.tally is tally] for parts in (used, waiting, segments, free))
-            tally.recount(*parts)
-        for tally in (self.small, self.large):
-            self._raise_peaks(METRICS, tally)
-
-    def nested(self, max_split: int) -> dict:
+    def nested(self, max_split: int) -> dict[str, Any]:
         """The dictionary of `torch.cuda.memory_stats_as_nested_dict` (torch/cuda/memory.py names its keys).
 
         max_split: the size from which blocks and segments are "oversize", -1 without a limit.
@@ -251,11 +228,11 @@ class AllocatorStats:
         stats.update(self.events)
         return stats
 
-    def _all(self) -> dict:
+    def _all(self) -> dict[str, Any]:
         """What is counted, from the beginning on."""
         self.note_peaks()
         small, large, both = self.small, self.large, self.both
-        stats = dict(zip(METRICS, map(_entry, _figures(small), _figures(large), _peaks(both)), strict=False))
+        stats = dict[str, Any](zip(METRICS, map(_entry, _figures(small), _figures(large), _peaks(both)), strict=False))
         stats |= {name: _active_entry(like, small, large, both) for like, (name, _) in _ACTIVE.items()}
         stats["oversize_allocations"] = self.oversize_allocations.entry()
         stats["oversize_segments"] = self.oversize_segments.entry()
@@ -264,10 +241,7 @@ class AllocatorStats:
 
 def format_size(nbytes: int) -> str:
     """Bytes as PyTorch's errors print them: 1024 -> "1024 bytes", 1536 -> "1.50 KiB" (c10's format_size)."""
-    if nbytes <= _KIB:
+    if nbytes <= 1 << 10:
         return f"{nbytes} bytes"
-    if nbytes <= _MIB:
-        return f"{nbytes / _KIB:.2f} KiB"
-    if nbytes <= _GIB:
-        return f"{nbytes / _MIB:.2f} MiB"
-    return f"{nbytes / _GIB:.2f} GiB"
+    bits, unit = (10, "KiB") if nbytes <= 1 << 20 else (20, "MiB") if nbytes <= 1 << 30 else (30, "GiB")
+    return f"{nbytes / (1 << bits):.2f} {unit}"
