@@ -4,27 +4,8 @@
     parse_bytes("16 GiB")          # 17179869184
     print(draw_topology([["X", "NV6"], ["NV6", "X"]]))
 
-The figures are data: `figures/kinds` has a file for each kind of GPU, and `figures/links.toml` has the links. Each
-figure says where it comes from:
-
-- The data sheets and architecture white papers of NVIDIA give the number of SMs, the memory bandwidth, the peak
-  operations per second (dense, at boost clock) and the link bandwidths.
-- CUDA on real GPUs reported the memory and the L2 cache. Memory from public issues differs by some 50 MiB between
-  drivers and on Windows.
-- The context of the H200 was measured. All other contexts are estimates. They vary by 100 MiB or more with the driver,
-  CUDA and the loaded libraries. They hold for kernels that are loaded when they are first used, as PyTorch asks CUDA
-  11.7 and later to do since version 1.13. Its pull request 86509 measured 274 MiB, and 636 MiB with all kernels, on a
-  GPU that it does not name. Before, NVML showed 1,343 MiB on a V100 (Hugging Face's "model memory anatomy" of 2022) and
-  1,687 MiB on an RTX 3090 (PyTorch's issue 55277, torch 1.8 with CUDA 11.1). CUDA_MODULE_LOADING=EAGER still loads all
-  of them.
-- What kernels reach of the data sheet was fitted to a real H200, and for some kinds to published figures. The rest are
-  estimates from the fraction of the peak that large matrix multiplications, convolutions and copies are known to reach.
-  On GeForce GPUs, sums in fp32 halve the tensor cores' peak, so they come close to the rest. GPUs of 72 to 300 W lower
-  their clock rate. `python -m benchmarks.kinds` compares ten kinds with published figures. Values that follow from the
-  data sheet (peak, bandwidth, multiprocessors) need no constants.
-
-Every process on a GPU has its own context. NCCL needs additional buffers (a few hundred MiB per communicator), which
-are not modelled.
+The figures are data: `figures/kinds` has a file for each kind of GPU, with the sources in its README, and
+`figures/links.toml` has the links.
 """
 
 import functools

@@ -3,11 +3,9 @@
 Collectives go around a ring, as NCCL's do for large tensors: an all-reduce of n GPUs sends 2(n - 1)/n of the bytes over
 each link, and the slowest link sets the pace (Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce algorithms for
 clusters of workstations"). https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md derives these parts for
-all collectives. Each hop costs half of a link's latency, as in the alpha-beta model. That is 2.5 microseconds on NVLink
-and InfiniBand, an estimate. NCCL's own model has 3.4 and 9.6 for large messages, and 1.9 and 4.0 for smaller ones
-(src/graph/tuning.cc). All-reduces over several hosts go along a tree where that is faster. Other
-collectives over many hosts lose speed (`ring_loss` in `figures/links.toml`). NVLink SHARP and reductions in the network
-are not modelled.
+all collectives. Each hop costs half of a link's latency, as in the alpha-beta model. All-reduces over several hosts go
+along a tree where that is faster. Other collectives over many hosts lose speed (`ring_loss` in `figures/links.toml`).
+NVLink SHARP and reductions in the network are not modelled.
 """
 
 from __future__ import annotations
