@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any, NoReturn
+
 import torch
-from torch._subclasses.fake_tensor import FakeTensorConverter
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorConverter
 
 from virtual_gpus import errors
 from virtual_gpus.dispatch.valueless import NotKept
@@ -14,8 +17,10 @@ from virtual_gpus.placement.storages import device_of, gpu_of
 from virtual_gpus.threads import below, this_thread
 
 _raw = torch._C.TensorBase
-_raw_is_meta = _raw.is_meta.__get__
+_raw_data: Any = vars(_raw)["data"]  # a descriptor
+_is_meta = vars(_raw)["is_meta"].__get__
 _raw_str = torch._tensor_str._str
+_raw_make_wrapper, _raw_from_real = torch.Tensor._make_wrapper_subclass, FakeTensorConverter.from_real_tensor
 
 
 def gpu_as_seen(tensor: torch.Tensor) -> VirtualGPU | None:
@@ -23,25 +28,26 @@ def gpu_as_seen(tensor: torch.Tensor) -> VirtualGPU | None:
     return None if this_thread.inside or active() is None else gpu_of(tensor)
 
 
-def _flag(name: str) -> property:
+def _flag(name: str) -> Callable[[torch.Tensor], bool]:
     """`is_cuda`, True for a tensor on a virtual GPU; `is_cpu` or `is_meta`, False there, with shapes_only as well."""
     raw, on_gpu = getattr(_raw, name).__get__, name == "is_cuda"
-    return property(lambda self: raw(self) if gpu_as_seen(self) is None else on_gpu)
+    return lambda tensor: raw(tensor) if gpu_as_seen(tensor) is None else on_gpu
 
 
-def get_device(self) -> int:
+def get_device(self: torch.Tensor) -> int:
     """The GPU's index, -1 for the CPU."""
     gpu = gpu_as_seen(self)
     return _raw.get_device(self) if gpu is None else gpu.index
 
 
-def numpy(self, *, force: bool = False):
+def numpy(self: torch.Tensor, *, force: bool = False) -> Any:
     """As PyTorch: a GPU tensor refuses, unless `force=True` copies it first."""
     if gpu_as_seen(self) is None:
         _host_reads(self, "numpy")
         return _raw.numpy(self, force=force)
     if not force:
-        device, self = device_of(self), None  # a kept traceback must not keep the tensor
+        device = device_of(self)
+        del self  # a kept traceback must not keep the tensor
         raise TypeError(  # torch/csrc/utils/tensor_numpy.cpp
             f"can't convert {device} device type tensor to numpy. "
             "Use Tensor.cpu() to copy the tensor to host memory first."
@@ -49,7 +55,7 @@ def numpy(self, *, force: bool = False):
     return self.detach().cpu().resolve_conj().resolve_neg().numpy()
 
 
-def tolist(self) -> list | int | float | bool | complex:
+def tolist(self: torch.Tensor) -> list[Any] | int | float | bool | complex:
     """Nested lists of numbers; with shapes_only there are none to give."""
     gpu = gpu_as_seen(self)
     if gpu is not None and gpu.machine.shapes_only:
@@ -66,7 +72,7 @@ def _host_reads(tensor: torch.Tensor, name: str) -> None:
         machine.follower.kernel(name, [tensor], ())
 
 
-def item(self) -> int | float | bool | complex:
+def item(self: torch.Tensor) -> int | float | bool | complex:
     """The number; with shapes_only, nan that says so where it is printed."""
     gpu = gpu_as_seen(self)
     number = _raw.item(self)
@@ -81,8 +87,8 @@ def _str(tensor: torch.Tensor, *, tensor_contents: str | None = None) -> str:
     return _raw_str(tensor, tensor_contents=tensor_contents)
 
 
-def type_(self, dtype=None, non_blocking: bool = False, **kwargs):
-    """`x.type()` names the GPU's class; `x.type(dtype)` converts, as PyTorch does."""
+def type_(self: torch.Tensor, dtype: Any = None, non_blocking: bool = False, **kwargs: Any) -> str | torch.Tensor:
+    """`x.type()` names the GPU's class; `x.type(dtype)` converts, as PyTorch does. dtype: also a name or class."""
     if gpu_as_seen(self) is None and not is_cuda_type(dtype):
         return _raw.type(self) if dtype is None else _raw.type(self, dtype, non_blocking=non_blocking, **kwargs)
     if dtype is None:
@@ -98,7 +104,7 @@ def type_(self, dtype=None, non_blocking: bool = False, **kwargs):
 type_.__name__ = "type"  # as a name of this module it would hide Python's
 
 
-def set_(self, source: torch.Tensor | torch.UntypedStorage | None = None, *args, **kwargs) -> torch.Tensor:
+def set_(self: torch.Tensor, source: Any = None, *args: Any, **kwargs: Any) -> torch.Tensor:
     """Take over the storage of `source`, a tensor or a storage. As PyTorch: only one on the tensor's own device."""
     if source is None:
         return _raw.set_(self, *args, **kwargs)
@@ -112,39 +118,30 @@ def set_(self, source: torch.Tensor | torch.UntypedStorage | None = None, *args,
     return _raw.set_(self, source, *args, **kwargs)
 
 
-_raw_make_wrapper = torch.Tensor._make_wrapper_subclass
-
-
-def _make_wrapper_subclass(*args, **kwargs):
+def _make_wrapper_subclass(*args: Any, **kwargs: Any) -> torch.Tensor:
     """A tensor around others: C++ must not hear of a GPU that it does not know. `device` asks the tensors inside."""
-    device = kwargs.get("device")
-    if device is not None and active() is not None and torch.device(device).type == "cuda":
-        kwargs["device"] = active().tensor_device
+    device, machine = kwargs.get("device"), active()
+    if device is not None and machine is not None and torch.device(device).type == "cuda":
+        kwargs["device"] = machine.tensor_device
     return _raw_make_wrapper(*args, **kwargs)
 
 
-_raw_from_real = FakeTensorConverter.from_real_tensor
-
-
-def from_real_tensor(self, fake_mode, t, *args, **kwargs):
-    """A fake tensor of the form of `t`. It is on the CPU: C++ would ask the driver for the GPU of a fake tensor."""
+def from_real_tensor(self: FakeTensorConverter, *args: Any, **kwargs: Any) -> FakeTensor:
+    """A fake tensor of a real one's form. It is on the CPU: C++ would ask the driver for the GPU of a fake tensor."""
     with below():
-        return _raw_from_real(self, fake_mode, t, *args, **kwargs)
+        return _raw_from_real(self, *args, **kwargs)
 
 
-def _cuda_array_interface(self):
+def _cuda_array_interface(self: torch.Tensor) -> NoReturn:
     if gpu_as_seen(self) is None:
         raise AttributeError(f"Can't get __cuda_array_interface__ on non-CUDA tensor type: {self.type()}")
     raise errors.not_modelled("__cuda_array_interface__")
 
 
-_raw_data = torch._C.TensorBase.data
-
-
-def _set_data(self, value: torch.Tensor) -> None:
+def _set_data(self: torch.Tensor, value: torch.Tensor) -> None:
     """`x.data = y`. Between the CPU and a GPU without values, x gets another tensor in C++, which cannot change it."""
     machine = active()
-    if machine is None or not machine.shapes_only or _raw_is_meta(self) == _raw_is_meta(value):
+    if machine is None or not machine.shapes_only or _is_meta(self) == _is_meta(value):
         _raw_data.__set__(self, value)
         return
     gradient, self.grad = self.grad, None
@@ -152,11 +149,11 @@ def _set_data(self, value: torch.Tensor) -> None:
     if self.is_leaf and self._use_count() > 1:  # a graph holds it
         torch.autograd.graph.get_gradient_edge(self).node.register_prehook(_refuse_older_graph)
     with below():  # it is no operator
-        made = torch.Tensor._make_subclass(type(self), value.detach(), self.requires_grad)
-    torch._C._swap_tensor_impl(self, made)  # whose Python object stays, with its attributes
-    for name, found in hooks.items():
-        if found is not None:
-            setattr(self, name, found)
+        replacement = torch.Tensor._make_subclass(type(self), value.detach(), self.requires_grad)
+    torch._C._swap_tensor_impl(self, replacement)  # whose Python object stays, with its attributes
+    for name, hook in hooks.items():
+        if hook is not None:
+            setattr(self, name, hook)
     if gradient is not None:  # which has to be on the same device, from now on
         gradient.data = gradient.to(self)
         self.grad = gradient
@@ -171,12 +168,11 @@ def _refuse_older_graph(gradients: tuple[torch.Tensor, ...]) -> None:
 
 def patches() -> list[Patch]:
     tensor = torch.Tensor
-    rows = [(tensor, f.__name__, f) for f in (get_device, numpy, tolist, set_, item)]
-    rows += [(torch._tensor_str, "_str", _str)]
-    rows += [(tensor, name, _flag(name)) for name in ("is_cuda", "is_cpu", "is_meta")]
+    rows: list[Patch] = [(tensor, f.__name__, f) for f in (get_device, numpy, tolist, set_, item)]
+    rows += [(torch._tensor_str, "_str", _str), (FakeTensorConverter, "from_real_tensor", from_real_tensor)]
+    rows += [(tensor, name, property(_flag(name))) for name in ("is_cuda", "is_cpu", "is_meta")]
     rows += [(tensor, "device", property(device_of)), (tensor, "type", type_)]
     rows += [(tensor, "_make_wrapper_subclass", staticmethod(_make_wrapper_subclass))]
-    rows += [(FakeTensorConverter, "from_real_tensor", from_real_tensor)]
     rows += [(tensor, "data", property(_raw_data.__get__, _set_data))]
     rows += [(tensor, "__cuda_array_interface__", property(_cuda_array_interface))]
     if hasattr(torch, "get_device"):

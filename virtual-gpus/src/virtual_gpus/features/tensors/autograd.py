@@ -9,6 +9,8 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import GradientEdge
 
 from virtual_gpus.dispatch.copies import move
 from virtual_gpus.entrance import entrance
@@ -18,16 +20,17 @@ from virtual_gpus.placement.creation_sites import forget_creation_site, was_made
 from virtual_gpus.placement.storages import device_of, gpu_of, place
 from virtual_gpus.threads import this_thread
 
-_raw_grad = torch._C.TensorBase.grad
+_raw_grad: Any = vars(torch._C.TensorBase)["grad"]  # a descriptor
 _get_raw_grad = _raw_grad.__get__
-_raw_apply = torch.autograd.function.BackwardCFunction.apply
+_raw_apply = BackwardCFunction.apply
 _raw_make_node = vars(torch.autograd.Function)["apply"]
 _raw_run_backward = torch.autograd.graph._engine_run_backward
+_oldest: list[torch.Tensor] = []  # see `_drop_what_waits`
 
 around_pass: Callable[[Any], AbstractContextManager[Any]] = nullcontext  # a feature's; it is given the outputs
 
 
-def _get_grad(self) -> torch.Tensor | None:
+def _get_grad(self: torch.Tensor) -> torch.Tensor | None:
     """`p.grad`: a gradient of zeros, which C++ made without asking for a GPU, belongs where p is."""
     gradient = _get_raw_grad(self)
     if gradient is None:
@@ -41,9 +44,9 @@ def _get_grad(self) -> torch.Tensor | None:
 
 
 @entrance
-def beside(gradient: torch.Tensor, tensor: object) -> torch.Tensor:
+def beside(gradient: torch.Tensor | None, tensor: object) -> torch.Tensor | None:
     """A gradient or another result that C++ may have made without asking for a GPU, on that of `tensor`."""
-    if isinstance(tensor, torch.Tensor) and was_made_in_cpp(gradient):
+    if gradient is not None and isinstance(tensor, torch.Tensor) and was_made_in_cpp(gradient):
         target = gpu_of(tensor)
         if target is not None:
             return place(gradient, target)
@@ -51,7 +54,7 @@ def beside(gradient: torch.Tensor, tensor: object) -> torch.Tensor:
     return gradient
 
 
-def _set_grad(self, gradient: torch.Tensor | None) -> None:
+def _set_grad(self: torch.Tensor, gradient: torch.Tensor | None) -> None:
     """`p.grad = g`: on p's own device only (torch/csrc/autograd/python_variable.cpp)."""
     is_checked = isinstance(gradient, torch.Tensor) and not this_thread.inside and active()
     if is_checked and gpu_of(gradient) is not gpu_of(self):
@@ -59,7 +62,7 @@ def _set_grad(self, gradient: torch.Tensor | None) -> None:
     _raw_grad.__set__(self, gradient)
 
 
-def _engine_run_backward(outputs: Sequence, *args: Any, **kwargs: Any) -> Any:
+def _engine_run_backward(outputs: Sequence[torch.Tensor | GradientEdge], *args: Any, **kwargs: Any) -> Any:
     """The start of every backward pass: a gradient that is handed in must be where its output is."""
     if this_thread.inside:  # a recipe that lets the CPU find gradients
         return _raw_run_backward(outputs, *args, **kwargs)
@@ -67,14 +70,14 @@ def _engine_run_backward(outputs: Sequence, *args: Any, **kwargs: Any) -> Any:
     checked = tuple(_checked(number, *pair) for number, pair in enumerate(zip(outputs, gradients, strict=False)))
     if len(checked) == len(gradients):
         args = (checked, *args[1:])
-    outer = this_thread.in_backward
-    clock = None if outer or active() is None else active().clock
+    outer, machine = this_thread.in_backward, active()
+    clock = None if outer or machine is None else machine.clock
     this_thread.in_backward = True
     try:
         if clock is not None:
             clock.start_backward()
         with around_pass(outputs):
-            found = _raw_run_backward(outputs, *args, **kwargs)
+            gradients = _raw_run_backward(outputs, *args, **kwargs)
     except BaseException:
         if not outer:
             _drop_what_waits()
@@ -84,10 +87,7 @@ def _engine_run_backward(outputs: Sequence, *args: Any, **kwargs: Any) -> Any:
         if clock is not None:
             clock.end_backward()
     inputs = args[3] if len(args) > 3 else ()
-    return found if not found or len(found) != len(inputs) else tuple(map(_beside_input, found, inputs))
-
-
-_oldest: list[torch.Tensor] = []
+    return gradients if not gradients or len(gradients) != len(inputs) else tuple(map(beside, gradients, inputs))
 
 
 def _drop_what_waits() -> None:
@@ -109,11 +109,7 @@ def _make_oldest() -> None:
     _oldest[:] = leaf, leaf.clone()
 
 
-def _beside_input(gradient: torch.Tensor | None, tensor: object) -> torch.Tensor | None:
-    return gradient if gradient is None else beside(gradient, tensor)
-
-
-def _checked(number: int, output: Any, gradient: torch.Tensor | None) -> torch.Tensor | None:
+def _checked(number: int, output: torch.Tensor | GradientEdge, gradient: torch.Tensor | None) -> torch.Tensor | None:
     """As the engine's validate_outputs (torch/csrc/autograd/engine.cpp): 0-dim gradients move, others are refused."""
     if not (isinstance(output, torch.Tensor) and isinstance(gradient, torch.Tensor)):
         return gradient
@@ -128,14 +124,14 @@ def _checked(number: int, output: Any, gradient: torch.Tensor | None) -> torch.T
 
 
 @entrance
-def _apply(self, *gradients: torch.Tensor | None) -> Any:
+def _apply(self: BackwardCFunction, *gradients: torch.Tensor | None) -> Any:
     """The backward pass of a Python function, for which the GPU of its results is the current one.
 
     Results that were not used have gradients of zeros, which the engine makes in C++: they belong on the result's GPU.
     """
     where = [gpu if gpu is not None and gpu.machine is active() else None for gpu in getattr(self, "_virtual_gpus", ())]
     for gradient, gpu in zip(gradients, where, strict=False):
-        if gpu is not None and was_made_in_cpp(gradient):
+        if gpu is not None and gradient is not None and was_made_in_cpp(gradient):
             place(gradient, gpu)
     own = next((gpu for gpu in where if gpu is not None), None)
     if own is None:
@@ -148,27 +144,25 @@ def _apply(self, *gradients: torch.Tensor | None) -> Any:
         machine.of_thread.index = outer  # by C alone, which Ctrl-C cannot cut in two
 
 
-@classmethod
 @entrance
-def _make_node(cls, *args: Any, **kwargs: Any) -> Any:
+def _make_node(cls: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
     """The forward pass of a Python function. Its node notes the GPU of each result, for gradients of zeros."""
     results = _raw_make_node.__get__(None, cls)(*args, **kwargs)
     tensors = results if isinstance(results, tuple) else (results,)
     nodes = (getattr(tensor, "grad_fn", None) for tensor in tensors)
-    node = next((node for node in nodes if isinstance(node, torch.autograd.function.BackwardCFunction)), None)
+    node: Any = next((node for node in nodes if isinstance(node, BackwardCFunction)), None)
     if node is not None:
         node._virtual_gpus = [gpu_of(tensor) if isinstance(tensor, torch.Tensor) else None for tensor in tensors]
     return results
 
 
-_make_node.__func__.__name__ = _apply.__name__ = "apply"  # by which programs know it, such as spmd_types' type checker
+_make_node.__name__ = _apply.__name__ = "apply"  # by which programs know it, such as spmd_types' type checker
 
 
 def patches() -> list[Patch]:
     grad = property(_get_grad, _set_grad, _raw_grad.__delete__, _raw_grad.__doc__)
     name = _engine_run_backward.__name__
     users = (m for m in ("torch.autograd", "torch.autograd.graph") if hasattr(sys.modules[m], name))
-    node = torch.autograd.function.BackwardCFunction
-    replaced = [(torch.Tensor, "grad", grad), (node, "apply", _apply)]
-    replaced += [(torch.autograd.Function, "apply", _make_node)]
+    replaced: list[Patch] = [(torch.Tensor, "grad", grad), (BackwardCFunction, "apply", _apply)]
+    replaced += [(torch.autograd.Function, "apply", classmethod(_make_node))]
     return replaced + [(sys.modules[m], name, _engine_run_backward) for m in users]

@@ -5,12 +5,15 @@ A CPU build (laptops, macOS) refuses `torch.device(1)` and `net.to(1)` in C++, o
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 
 from virtual_gpus.patches.table import Patch
 
 _raw_device = torch.device
-_raw_parse_to = torch._C._nn._parse_to
+_raw_parse_to: Callable[..., tuple[Any, ...]] = torch._C._nn._parse_to
 
 
 def numbers_mean_cuda() -> bool:
@@ -19,7 +22,7 @@ def numbers_mean_cuda() -> bool:
     return accelerator is not None and accelerator.type == "cuda"
 
 
-def named(device):
+def named(device: Any) -> Any:
     """A device number as a device; anything else as it is."""
     return _raw_device("cuda", device) if isinstance(device, int) and not isinstance(device, bool) else device
 
@@ -30,7 +33,7 @@ class _AnyDevice(type):
     def __instancecheck__(cls, instance: object) -> bool:
         return isinstance(instance, _raw_device)
 
-    def __call__(cls, *args, **kwargs):
+    def __call__(cls, *args: Any, **kwargs: Any) -> torch.device:
         return _raw_device(*(map(named, args) if len(args) == 1 else args), **kwargs)
 
 
@@ -38,16 +41,13 @@ class device(metaclass=_AnyDevice):
     """torch.device, for which a plain number is a GPU."""
 
 
-def _parse_to(*args, **kwargs):
+def _parse_to(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
     """The arguments of Module.to."""
-    if args:
-        args = (named(args[0]), *args[1:])
+    args = (*map(named, args[:1]), *args[1:])
     if "device" in kwargs:
         kwargs["device"] = named(kwargs["device"])
     return _raw_parse_to(*args, **kwargs)
 
 
 def patches() -> list[Patch]:
-    if numbers_mean_cuda():
-        return []
-    return [(torch, "device", device), (torch._C._nn, "_parse_to", _parse_to)]
+    return [] if numbers_mean_cuda() else [(torch, "device", device), (torch._C._nn, "_parse_to", _parse_to)]

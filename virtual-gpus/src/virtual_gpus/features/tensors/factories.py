@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from numbers import Integral
 from typing import Any
 
 import torch
 from torch.overrides import handle_torch_function, has_torch_function
+from torch.types import Device
 from torch.utils._device import _device_constructors
 
 from virtual_gpus.dispatch.copies import move
@@ -21,11 +23,12 @@ from virtual_gpus.patches.table import Patch
 from virtual_gpus.placement.storages import gpu_of, pin
 from virtual_gpus.threads import this_thread
 
+Make = Callable[..., Any]  # a function of PyTorch that makes tensors
 # The functions that parse their data in C++, and the name of that argument.
 _DATA = {"tensor": "data", "as_tensor": "data", "asarray": "obj", "sparse_coo_tensor": "indices"}
 _raw_make = {name: getattr(torch, name) for name in _DATA}
 _SHARED = (torch.Tensor, torch.UntypedStorage, torch.TypedStorage)
-_raw_new = torch._C.TensorBase.new
+_raw_new: Make = torch._C.TensorBase.new
 _default_device = functools.partial(getattr, torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)
 _default_before: list[object] = []  # what torch.set_default_device had set when the GPUs went on
 
@@ -34,7 +37,7 @@ def _maker(name: str) -> _Factory:
     """`torch.tensor` and its kin parse their data in C++ and would ask CUDA itself: make it on the CPU, then move."""
     make = _raw_make[name]
 
-    def on_device(*args: Any, device: Any = None, **kwargs: Any) -> torch.Tensor:
+    def on_device(*args: Any, device: Device = None, **kwargs: Any) -> torch.Tensor:
         machine = active()
         if not args and _DATA[name] in kwargs:
             args = (kwargs.pop(_DATA[name]),)
@@ -46,15 +49,13 @@ def _maker(name: str) -> _Factory:
             kwargs = kwargs if device is None else {**kwargs, "device": device}
             return pin(make(*args, **kwargs)) if kwargs.pop("pin_memory", False) else make(*args, **kwargs)
         enter_thread()
-        target = source  # where data is a tensor, unless a device is named
-        if device is not None:
-            target = find_gpu(machine, device) if device.type == "cuda" else None
+        target = source if device is None else find_gpu(machine, device) if device.type == "cuda" else None
         return _make_on(make, name, target, *args, **kwargs)
 
     return _Factory(make, on_device)
 
 
-def _make_on(make: Any, name: str, target: VirtualGPU | None, data: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+def _make_on(make: Make, name: str, target: VirtualGPU | None, data: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
     """On the CPU first, then on `target`; what is there already is shared, not copied, where PyTorch shares it."""
     if isinstance(data, torch.Tensor) and name in ("as_tensor", "asarray"):
         dtype = kwargs.get("dtype", args[0] if args else None)
@@ -63,19 +64,20 @@ def _make_on(make: Any, name: str, target: VirtualGPU | None, data: Any, *args: 
     if isinstance(data, torch.Tensor) and gpu_of(data) is not None:
         data = move(data.detach(), None, None, None, False)
     args = tuple(move(a, None, None, None, False) if isinstance(a, torch.Tensor) else a for a in args)
-    made = move(make(data, *args, device=torch.device("cpu"), **kwargs).detach(), target, None, None, False)
-    return (pin(made) if pinned and target is None else made).requires_grad_(requires_grad)
+    tensor = move(make(data, *args, device=torch.device("cpu"), **kwargs).detach(), target, None, None, False)
+    return (pin(tensor) if pinned and target is None else tensor).requires_grad_(requires_grad)
 
 
-def new_tensor(self, data: Any, *, dtype=None, device=None, requires_grad: bool = False, **kwargs: Any) -> torch.Tensor:
+def new_tensor(self: torch.Tensor, data: Any, *, device: Device = None, **kwargs: Any) -> torch.Tensor:
     """`x.new_tensor(data)`: on x's device unless another is named, or `data` is a tensor and has one."""
     if device is None:
         device = (data if isinstance(data, torch.Tensor) else self).device
-    return torch.tensor(data, dtype=dtype or self.dtype, device=device, requires_grad=requires_grad, **kwargs)
+    kwargs["dtype"] = kwargs.get("dtype") or self.dtype
+    return torch.tensor(data, device=device, **kwargs)
 
 
 @entrance
-def new(self, *args: Any, device: Any = None, **kwargs: Any) -> torch.Tensor:
+def new(self: torch.Tensor, *args: Any, device: Device = None, **kwargs: Any) -> torch.Tensor:
     """`x.new(2, 3)`, `x.new([1, 2])`, `x.new(tensor)`, `x.new()`: of x's dtype, on x's GPU unless another is named.
 
     The rules of torch/csrc/utils/tensor_new.cpp: integers and a torch.Size are sizes, a tensor or a storage is shared,
@@ -100,7 +102,7 @@ def new(self, *args: Any, device: Any = None, **kwargs: Any) -> torch.Tensor:
 _MAKES_FOR_ITSELF = ((torch._C._nn, "unflatten_dense_tensors"), (torch.linalg, "matrix_rank"))
 
 
-def _beside_input(function: Any) -> Any:
+def _beside_input(function: Make) -> Make:
     """Such a function, whose results belong on the GPU of its first input."""
 
     @functools.wraps(function)
@@ -125,22 +127,21 @@ def forget() -> None:
 
 
 def patches() -> list[Patch]:
-    rows = [(torch.Tensor, f.__name__, f) for f in (new_tensor, new)]
+    rows: list[Patch] = [(torch.Tensor, f.__name__, f) for f in (new_tensor, new)]
     rows += [(torch, name, _maker(name)) for name in _raw_make]
     rows += [(owner, name, _beside_input(getattr(owner, name))) for owner, name in _MAKES_FOR_ITSELF]
     return rows + [(torch, name, _joining(function)) for name, function in _factories()]
 
 
-def _factories() -> list[Patch]:
+def _factories() -> list[tuple[str, Make]]:
     """(name, function) of everything in `torch` that makes a tensor where its `device` argument says."""
     # Asked now, since PyTorch keeps this set for ever once made: it must hold its own functions, not patches.
-    known = _device_constructors()
     likes = {f for n, f in vars(torch).items() if n.endswith("_like")}
-    makers = {id(f) for f in known | likes}
+    makers = {id(f) for f in _device_constructors() | likes}
     return [(n, f) for n, f in vars(torch).items() if id(f) in makers and n not in _raw_make]
 
 
-def _joining(make: Any) -> _Factory:
+def _joining(make: Make) -> _Factory:
     """C++ asks `_lazy_init` once per process; a thread that was there before the GPUs must join all the same."""
 
     def factory(*args: Any, **kwargs: Any) -> torch.Tensor:
@@ -160,7 +161,7 @@ class _Factory:
     off.
     """
 
-    def __init__(self, make: Any, factory: Any):
+    def __init__(self, make: Make, factory: Make):
         functools.update_wrapper(self, make)
         self._make, self._factory, self._is_like = make, factory, make.__name__.endswith("_like")
 
@@ -181,4 +182,4 @@ class _Factory:
         return repr(self._make)
 
     def __reduce__(self) -> str:
-        return self.__name__  # as a name in torch
+        return self._make.__name__  # as a name in torch

@@ -5,7 +5,10 @@ PyTorch makes them in C++ (torch/csrc/tensor/python_tensor.cpp), where each call
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+from torch.types import Device
 
 from virtual_gpus import errors
 from virtual_gpus.patches.table import Patch
@@ -21,7 +24,7 @@ class LegacyType(type):
     def __instancecheck__(cls, instance: object) -> bool:
         return isinstance(instance, torch.Tensor) and instance.type() == f"{cls.__module__}.{cls.__name__}"
 
-    def __call__(cls, *args, device=None):
+    def __call__(cls, *args: Any, device: Device = None) -> torch.Tensor:
         """A new tensor, of these sizes or with these values. `device` names another GPU."""
         device = "cuda" if device is None else device
         if all(isinstance(size, int) for size in args) or isinstance(args[0], torch.Size):
@@ -30,14 +33,9 @@ class LegacyType(type):
 
 
 def _legacy(name: str) -> LegacyType:
-    facts = {"dtype": _dtype_of(name), "layout": torch.strided, "is_cuda": True, "is_xpu": False, "is_sparse": False,
-             "is_sparse_csr": False, "__module__": "torch.cuda"}  # fmt: skip
+    facts = {"dtype": getattr(torch, name).dtype, "layout": torch.strided, "is_cuda": True, "is_xpu": False,
+             "is_sparse": False, "is_sparse_csr": False, "__module__": "torch.cuda"}  # fmt: skip
     return LegacyType(name, (), facts)
-
-
-def _dtype_of(name: str) -> torch.dtype:
-    """FloatTensor -> torch.float32."""
-    return getattr(torch, name).dtype
 
 
 def parse_type(kind: str | type) -> tuple[torch.dtype, bool]:
@@ -51,7 +49,7 @@ def parse_type(kind: str | type) -> tuple[torch.dtype, bool]:
         return torch.get_default_dtype(), False
     if path not in (["torch"], ["torch", "cuda"]) or not last.endswith("Tensor") or not hasattr(torch, last):
         raise ValueError(f"invalid type: '{name}'")
-    return _dtype_of(last), path[-1] == "cuda"
+    return getattr(torch, last).dtype, path[-1] == "cuda"
 
 
 def is_cuda_type(kind: object) -> bool:

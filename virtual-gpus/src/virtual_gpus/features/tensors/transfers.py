@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch.overrides import handle_torch_function, has_torch_function_unary
+from torch.types import Device
 
-from virtual_gpus.dispatch.copies import move
+from virtual_gpus.dispatch.copies import Dtype, Format, Tensor, move
 from virtual_gpus.dispatch.mode import enter_thread
 from virtual_gpus.entrance import entrance
 from virtual_gpus.features.tensors.device_numbers import named
@@ -16,35 +19,34 @@ from virtual_gpus.placement.storages import is_pinned as says_pinned
 from virtual_gpus.threads import this_thread
 
 _raw = {name: getattr(torch._C.TensorBase, name) for name in ("to", "cuda", "cpu", "pin_memory", "is_pinned")}
+_raw_compatible, _AS_IS = torch._has_compatible_shallow_copy_type, torch.preserve_format
 
 
-def as_device(device: torch.device | str | int | None) -> torch.device | None:
+def as_device(device: Device) -> torch.device | None:
     """A device from what people write: 1, "cuda", "cuda:1", torch.device. None stays None."""
     return None if device is None else torch.device(named(device))
 
 
-def _parse_to(args, kwargs):
+def _parse_to(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[torch.device | None, Dtype, bool, Format, bool]:
     """The arguments of `Tensor.to` in any of its three forms: (device, dtype, copy, memory format, blocking)."""
-    args, kwargs = list(args), dict(kwargs)
+    kwargs = dict(kwargs)
     other = args[0] if args else kwargs.get("other")
-    if isinstance(other, torch.Tensor):
-        rest = args[1:] if args else []
-        blocking = not _flag(rest, 0, kwargs, "non_blocking")
-        return other.device, other.dtype, _flag(rest, 1, kwargs), kwargs.get("memory_format"), blocking
+    if isinstance(other, Tensor):
+        blocking = not _flag(args[1:], 0, kwargs, "non_blocking")
+        return other.device, other.dtype, _flag(args[1:], 1, kwargs), kwargs.get("memory_format"), blocking
     position = 2 if args and isinstance(args[0], torch.dtype) else 3
     copy = _flag(args, position, kwargs)
-    del args[position:]  # PyTorch's parser for modules, used here, knows no copy argument
-    kwargs.pop("copy", None)
-    device, dtype, non_blocking, memory_format = torch._C._nn._parse_to(*args, **kwargs)
+    kwargs.pop("copy", None)  # PyTorch's parser for modules, used here, knows no such argument
+    device, dtype, non_blocking, memory_format = torch._C._nn._parse_to(*args[:position], **kwargs)
     return device, dtype, copy, memory_format, not non_blocking
 
 
-def _flag(args: list, position: int, kwargs: dict[str, object], name: str = "copy") -> bool:
+def _flag(args: tuple[Any, ...], position: int, kwargs: dict[str, Any], name: str = "copy") -> bool:
     return bool(args[position] if len(args) > position else kwargs.get(name, False))
 
 
 @entrance
-def to(self, *args, **kwargs) -> torch.Tensor:
+def to(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """`Tensor.to` with virtual devices."""
     machine = active()
     if machine is None or this_thread.inside:
@@ -63,7 +65,7 @@ def to(self, *args, **kwargs) -> torch.Tensor:
 
 
 @entrance
-def cuda(self, device=None, non_blocking: bool = False, memory_format=torch.preserve_format) -> torch.Tensor:
+def cuda(self: Tensor, device: Device = None, non_blocking: bool = False, memory_format: Format = _AS_IS) -> Tensor:
     """`Tensor.cuda`: to the current GPU, or to the one named."""
     machine = active()
     if machine is None:
@@ -76,7 +78,7 @@ def cuda(self, device=None, non_blocking: bool = False, memory_format=torch.pres
     return to(self, device, non_blocking=non_blocking, memory_format=memory_format)
 
 
-def cpu(self, memory_format: torch.memory_format = torch.preserve_format) -> torch.Tensor:
+def cpu(self: Tensor, memory_format: Format = _AS_IS) -> Tensor:
     """`Tensor.cpu`: a copy in the computer's memory, or the tensor itself when it is there."""
     if gpu_of(self) is None or active() is None:
         return _raw["cpu"](self, memory_format=memory_format)
@@ -85,12 +87,12 @@ def cpu(self, memory_format: torch.memory_format = torch.preserve_format) -> tor
     return move(self, None, None, memory_format, False)
 
 
-def type_as(self, other: torch.Tensor) -> torch.Tensor:
+def type_as(self: Tensor, other: Tensor) -> Tensor:
     """`self` with the dtype and on the device of `other`."""
     return self.to(other.device, other.dtype)
 
 
-def pin_memory(self, device: torch.device | str | int | None = None) -> torch.Tensor:
+def pin_memory(self: Tensor, device: Device = None) -> Tensor:
     """A copy that says it is pinned (page-locked): on the modelled clock, copies from it are faster."""
     if active() is None:
         return _raw["pin_memory"](self, device) if device is not None else _raw["pin_memory"](self)
@@ -101,15 +103,12 @@ def pin_memory(self, device: torch.device | str | int | None = None) -> torch.Te
     return pin(self.clone())
 
 
-def is_pinned(self, device: torch.device | str | int | None = None) -> bool:
+def is_pinned(self: Tensor, device: Device = None) -> bool:
     """True for what `pin_memory` returned."""
     return says_pinned(self) if active() is not None else _raw["is_pinned"](self)
 
 
-_raw_compatible = torch._has_compatible_shallow_copy_type
-
-
-def _has_compatible_shallow_copy_type(input: torch.Tensor, from_: torch.Tensor) -> bool:
+def _has_compatible_shallow_copy_type(input: Tensor, from_: Tensor) -> bool:
     """Whether Module.to can give a parameter other data, as between the CPU and a real GPU (`tensors._set_data`)."""
     if (gpu_of(input) is None) == (gpu_of(from_) is None):
         return _raw_compatible(input, from_)
@@ -127,7 +126,7 @@ class save_on_cpu(torch.autograd.graph.save_on_cpu):
         super().__init__(pin_memory, device_type)
         with_values = self.pack_hook
 
-        def pack(tensor: torch.Tensor):
+        def pack(tensor: Tensor) -> Any:
             if has_values(tensor):
                 return with_values(tensor)
             return tensor.device, torch.empty_like(tensor, device="meta")
@@ -136,10 +135,8 @@ class save_on_cpu(torch.autograd.graph.save_on_cpu):
 
 
 def patches() -> list[Patch]:
-    compatible = (torch, "_has_compatible_shallow_copy_type", _has_compatible_shallow_copy_type)
-    lazy = torch.nn.parameter.UninitializedTensorMixin  # it knows what it lets pass by what it was before
-    return [(torch.Tensor, f.__name__, f) for f in (to, cuda, cpu, type_as, pin_memory, is_pinned)] + [
-        compatible,
-        (torch.autograd.graph, "save_on_cpu", save_on_cpu),
-        (lazy, "_allowed_methods", [*lazy._allowed_methods, to, cuda, cpu, torch.Tensor.untyped_storage]),
-    ]
+    lazy = vars(torch.nn.parameter)["UninitializedTensorMixin"]  # it knows what it lets pass by what it was before
+    rows: list[Patch] = [(Tensor, f.__name__, f) for f in (to, cuda, cpu, type_as, pin_memory, is_pinned)]
+    rows += [(torch, "_has_compatible_shallow_copy_type", _has_compatible_shallow_copy_type)]
+    rows += [(torch.autograd.graph, "save_on_cpu", save_on_cpu)]
+    return [*rows, (lazy, "_allowed_methods", [*lazy._allowed_methods, to, cuda, cpu, Tensor.untyped_storage])]

@@ -6,8 +6,10 @@ import functools
 import io
 import os
 import warnings
+from typing import Any
 
 import torch
+from torch.types import Device
 
 from virtual_gpus import errors
 from virtual_gpus.dispatch.mode import enter_thread
@@ -18,15 +20,14 @@ from virtual_gpus.patches.table import Patch
 from virtual_gpus.placement.storages import UNRECORDED, HostStorage, StorageAllocation, record_of
 from virtual_gpus.threads import this_thread
 
-_raw_device = torch._C.StorageBase.device.__get__
-_raw_resize = torch._C.StorageBase.resize_
-_raw_new = torch._C.StorageBase.__new__
+_base: Any = torch._C.StorageBase  # types know little of it
+_raw_device, _raw_resize, _raw_new = _base.device.__get__, _base.resize_, _base.__new__
 _raw_save = torch.save
 _raw_getitem, _raw_cpu = torch.UntypedStorage.__getitem__, torch.UntypedStorage.cpu
 
 
 @entrance
-def __new__(cls, *args, device=None, **kwargs):
+def __new__(cls: type, *args: Any, device: Device = None, **kwargs: Any) -> torch.UntypedStorage:
     """`UntypedStorage(size or bytes, device="cuda")`. Made on the CPU, since C++ would ask the driver for the GPU."""
     machine = active()
     if device is None or machine is None or torch.device(named(device)).type != "cuda":
@@ -36,28 +37,28 @@ def __new__(cls, *args, device=None, **kwargs):
     size = len(args[0]) if args and not isinstance(args[0], int) else (*args, kwargs.get("size", 0))[0]
     record = StorageAllocation(gpu, size)  # first: what cannot fit fills nothing
     if machine.shapes_only:
-        args, kwargs = (size,), {}
-    made = _raw_new(cls, *args, device=machine.tensor_device, **kwargs)
-    made._record = record
-    return made
+        args, kwargs = (size,), dict[str, Any]()
+    storage = _raw_new(cls, *args, device=machine.tensor_device, **kwargs)
+    storage._record = record
+    return storage
 
 
 @entrance
-def new(self) -> torch.UntypedStorage:
+def new(self: torch.UntypedStorage) -> torch.UntypedStorage:
     """An empty storage on the same device."""
     gpu = _gpu(self)
     return type(self)(device=_raw_device(self) if gpu is None else torch.device("cuda", gpu.index))
 
 
-def __getitem__(self, index: int | slice) -> int | torch.UntypedStorage:
+def __getitem__(self: torch.UntypedStorage, index: int | slice) -> int | torch.UntypedStorage:
     """A byte, or for a slice a storage that shares the memory and with it the GPU."""
-    found = _raw_getitem(self, index)
+    part: Any = _raw_getitem(self, index)
     if isinstance(index, slice) and _gpu(self) is not None:
-        found._record = record_of(self)
-    return found
+        part._record = record_of(self)
+    return part
 
 
-def device(self) -> torch.device:
+def device(self: torch.UntypedStorage) -> torch.device:
     """cuda:i for the storage of a tensor on a virtual GPU."""
     gpu = None if this_thread.inside else _gpu(self)
     return _raw_device(self) if gpu is None else torch.device("cuda", gpu.index)
@@ -70,7 +71,7 @@ def _gpu(storage: torch.UntypedStorage) -> VirtualGPU | None:
 
 
 @entrance
-def to(self, *, device: torch.device | str | int | None, non_blocking: bool = False) -> torch.UntypedStorage:
+def to(self: torch.UntypedStorage, *, device: Device, non_blocking: bool = False) -> torch.UntypedStorage:
     """A copy on `device` (torch.load uses this for map_location), or the storage itself when it is there."""
     device = torch.device(named(device))
     machine = active()
@@ -79,7 +80,7 @@ def to(self, *, device: torch.device | str | int | None, non_blocking: bool = Fa
     target = find_gpu(machine, device) if device.type == "cuda" else None
     if target is not None and _gpu(self) is target:
         return self
-    copied = _copy(self, target)
+    copied: Any = _copy(self, target)
     if target is None and non_blocking:
         copied._record = HostStorage(pinned=True)
     return copied
@@ -92,27 +93,27 @@ def _copy(storage: torch.UntypedStorage, target: VirtualGPU | None) -> torch.Unt
         raise NotImplementedError("Cannot copy out of meta tensor; no data!")
     if _raw_device(storage).type == "meta" != device.type:
         raise errors.needs_values("copying a storage to the CPU")
-    made = torch.UntypedStorage(storage.nbytes(), device=device)
+    copied: Any = torch.UntypedStorage(storage.nbytes(), device=device)
     if device.type == "cpu":
         with torch._C._DisableTorchDispatch():
-            made.copy_(storage, False)
+            copied.copy_(storage, False)
     if target is not None:
-        made._record = StorageAllocation(target, made.nbytes())
-    return made
+        copied._record = StorageAllocation(target, copied.nbytes())
+    return copied
 
 
-def cuda(self, device: torch.device | str | int | None = None, non_blocking: bool = False) -> torch.UntypedStorage:
+def cuda(self: torch.UntypedStorage, device: Device = None, non_blocking: bool = False) -> torch.UntypedStorage:
     """`to` the current GPU, or to the one named."""
     return self.to(device="cuda" if device is None else device)
 
 
-def cpu(self) -> torch.UntypedStorage:
+def cpu(self: torch.UntypedStorage) -> torch.UntypedStorage:
     """A copy in the computer's memory; the storage itself when it is there."""
     return _raw_cpu(self) if _gpu(self) is None else _copy(self, None)
 
 
 @entrance
-def clone(self) -> torch.UntypedStorage:
+def clone(self: torch.UntypedStorage) -> torch.UntypedStorage:
     """A copy on the same device (deepcopy uses this)."""
     gpu = _gpu(self)
     if gpu is None:
@@ -121,7 +122,7 @@ def clone(self) -> torch.UntypedStorage:
 
 
 @entrance
-def resize_(self, nbytes: int) -> torch.UntypedStorage:
+def resize_(self: torch.UntypedStorage, nbytes: int) -> torch.UntypedStorage:
     """Another size in place, on the same GPU: fully_shard empties a storage with 0 and fills it again."""
     record = record_of(self)
     if record.gpu is not None and record.gpu.machine.on and record.nbytes != nbytes:
@@ -133,7 +134,7 @@ _written: set[str] = set()  # files that this process has saved with sizes only
 
 
 @functools.wraps(_raw_save)
-def save(obj, f, *args, **kwargs):
+def save(obj: object, f: Any, *args: Any, **kwargs: Any) -> None:
     """`torch.save`. With sizes only, it opens a file once all is known to have values. It leaves alone what was there
     before the program: what came from a GPU by `.cpu()` is nan."""
     machine = active()
@@ -142,16 +143,15 @@ def save(obj, f, *args, **kwargs):
     path = os.path.abspath(f) if isinstance(f, (str, os.PathLike)) else None
     if path is not None and path not in _written and os.path.exists(path):
         warnings.warn(f"With shapes_only=True, torch.save leaves {f} as it is, since values are not kept", stacklevel=2)
-        return None
+        return
     whole = io.BytesIO()
     _raw_save(obj, whole, *args, **kwargs)
     if path is None:
         f.write(whole.getbuffer())
-        return None
-    with open(path, "wb") as file:
-        file.write(whole.getbuffer())
-    _written.add(path)
-    return None
+    else:
+        with open(path, "wb") as file:
+            file.write(whole.getbuffer())
+        _written.add(path)
 
 
 def patches() -> list[Patch]:
