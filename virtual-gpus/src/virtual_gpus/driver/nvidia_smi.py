@@ -78,13 +78,13 @@ def from_environment() -> list[GPUView] | None:
     ]
 
 
-# By field: how to read it, and its unit.
-_FIELDS: dict[str, tuple[Callable[[GPUView], object], str]] = {
-    **dict.fromkeys(("name", "gpu_name"), (lambda gpu: gpu.name, "")),
-    **dict.fromkeys(("uuid", "gpu_uuid"), (lambda gpu: gpu.uuid, "")),
-    **dict.fromkeys(("pci.bus_id", "gpu_bus_id"), (lambda gpu: gpu.bus_id, "")),
-    **dict.fromkeys(("utilization.gpu", "utilization.memory"), (lambda gpu: gpu.percent, "%")),
-    **dict.fromkeys(("display_mode", "display_active"), (lambda gpu: "Disabled", "")),
+_Field = tuple[Callable[[GPUView], object], str]  # how to read it, and its unit
+_FIELDS: dict[str, _Field] = {
+    "name": (lambda gpu: gpu.name, ""),
+    "uuid": (lambda gpu: gpu.uuid, ""),
+    "pci.bus_id": (lambda gpu: gpu.bus_id, ""),
+    "utilization.gpu": (lambda gpu: gpu.percent, "%"),
+    "display_mode": (lambda gpu: "Disabled", ""),
     "index": (lambda gpu: gpu.slot, ""),
     "memory.total": (lambda gpu: gpu.memory >> 20, "MiB"),
     "memory.used": (lambda gpu: gpu.used >> 20, "MiB"),
@@ -93,6 +93,8 @@ _FIELDS: dict[str, tuple[Callable[[GPUView], object], str]] = {
     "compute_cap": (lambda gpu: "{}.{}".format(*gpu.capability), ""),
     "timestamp": (lambda gpu: time.strftime("%Y/%m/%d %H:%M:%S.000"), ""),
 }
+_FIELDS |= {"gpu_name": _FIELDS["name"], "gpu_uuid": _FIELDS["uuid"], "gpu_bus_id": _FIELDS["pci.bus_id"]}
+_FIELDS |= {"utilization.memory": _FIELDS["utilization.gpu"], "display_active": _FIELDS["display_mode"]}
 _NOT_MODELLED = ("clocks.", "compute_mode", "ecc.", "enforced.power.limit", "fan.speed", "gpu_serial", "mig.", "pcie.",
                  "persistence_mode", "power.", "pstate", "serial", "temperature.", "vbios_version")  # fmt: skip
 
@@ -101,15 +103,15 @@ def _select(gpus: list[GPUView], wanted: str | None) -> list[GPUView]:
     if wanted is None:
         return gpus
     names = wanted.split(",")
-    found = [gpu for gpu in gpus if {str(gpu.slot), gpu.uuid, gpu.bus_id} & set(names)]
-    if len(found) < len(names):
+    selected = [gpu for gpu in gpus if {str(gpu.slot), gpu.uuid, gpu.bus_id} & set(names)]
+    if len(selected) < len(names):
         sys.exit("No devices were found")
-    return found
+    return selected
 
 
 def query_gpus(gpus: list[GPUView], names: Sequence[str], form: Sequence[str]) -> Iterator[str]:
     """The lines of `--query-gpu`. names: fields. form: "csv", and perhaps "noheader" and "nounits"."""
-    fields = {**_FIELDS, "count": (lambda gpu: len(gpus), "")}
+    fields: dict[str, _Field] = {**_FIELDS, "count": (lambda gpu: len(gpus), "")}
     for name in names:
         if name not in fields and not name.startswith(_NOT_MODELLED):
             sys.exit(f'Field "{name}" is not a valid field to query.')
@@ -136,10 +138,10 @@ def table(gpus: list[GPUView]) -> Iterator[str]:
         yield f"| {gpu.slot:<4}{gpu.name:<33}{memory:>24}  {load:>12}  |"
     yield rule
     yield f"| {'Processes: GPU':<22}{'PID':>12}{'GPU Memory':>24}{'':<19}|"
-    found = [(gpu.slot, *process) for gpu in gpus for process in gpu.processes]
-    for slot, process, used in found:
+    users = [(gpu.slot, *process) for gpu in gpus for process in gpu.processes]
+    for slot, process, used in users:
         yield f"| {slot:>14}{process:>20}{f'{used >> 20}MiB':>24}{'':<19}|"
-    if not found:
+    if not users:
         yield f"| {'No running processes found':<77}|"
     yield rule
 

@@ -87,7 +87,7 @@ class _Walk:
             function, arguments = self.corrected(value.func), self.corrected(value.args)
             self._correct_dict(value.keywords)
             if function is not value.func or arguments is not value.args:
-                kind.__setstate__(value, (function, arguments, value.keywords, vars(value)))
+                value.__setstate__((function, arguments, value.keywords, vars(value)))
         elif not issubclass(kind, (FunctionType, type)) or value.__module__ not in self._modules:
             return
         elif kind is FunctionType:
@@ -101,7 +101,7 @@ class _Walk:
                 if right is not attribute:
                     setattr(value, name, right)
 
-    def _correct_dict(self, value: dict) -> None:
+    def _correct_dict(self, value: dict[Any, Any]) -> None:
         # Of a copy, as in `table.modules_of`: a list of pairs calls the garbage collector, and so finalizers.
         for key, content in dict.copy(value).items():
             right_key, right = self.corrected(key), self.corrected(content)

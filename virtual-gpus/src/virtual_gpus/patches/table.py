@@ -65,7 +65,7 @@ def take_out() -> dict[int, tuple[Any, Any]]:
     original. An id is taken only as long as its object is held."""
     while _scripted:
         torch.jit._builtins._get_builtin_table().pop(_scripted.pop()[0], None)
-    originals = {}
+    originals: dict[int, tuple[Any, Any]] = {}
     while _replaced:
         owner, name, original = _replaced.pop()
         replacement = vars(owner).get(name)
@@ -102,14 +102,14 @@ def in_package(package: str, *functions: Any, **by_name: Any) -> list[Patch]:
     PyTorch imports names from module to module (torch.cuda.memory.empty_cache is torch.cuda.empty_cache as well), so
     the same function must go into each. Names that this PyTorch version lacks give none.
     """
-    found = []
+    patches: list[Patch] = []
     for name, function in [*((function.__name__, function) for function in functions), *by_name.items()]:
         main = vars(sys.modules[package]).get(name)
         for module in modules_of(package):
             original = vars(module).get(name)
             if original is not None and (main is None or original is main):
-                found.append((module, name, function))
-    return found
+                patches.append((module, name, function))
+    return patches
 
 
 @functools.cache

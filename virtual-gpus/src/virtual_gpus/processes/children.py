@@ -29,8 +29,8 @@ def variables(facts: dict[str, Any]) -> dict[str, str]:
     """
     if os.environ.get(VARIABLE) == "0":
         return {}
-    found = {VARIABLE: json.dumps({**facts, "prefix": sys.prefix}), _PYTHON: sys.executable}
+    environment = {VARIABLE: json.dumps({**facts, "prefix": sys.prefix}), _PYTHON: sys.executable}
     for name, entry in _ENTRIES.items():
         before = os.environ.get(name, "").split(os.pathsep) if os.environ.get(name) else []
-        found[name] = os.pathsep.join([entry, *(part for part in before if part != entry)])
-    return found
+        environment[name] = os.pathsep.join([entry, *(part for part in before if part != entry)])
+    return environment

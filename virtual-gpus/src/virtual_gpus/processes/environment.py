@@ -25,9 +25,9 @@ def take_out(owner: object) -> None:
         now = os.environ.get(name)
         if later is not None:
             later[name] = before, later[name][1]
-        elif now == value and before is None:
-            del os.environ[name]
-        elif now == value:
+        elif now == value and before is not None:
             os.environ[name] = before
+        elif now == value:
+            del os.environ[name]
         elif now is not None and os.sep in value:  # a list of folders, to which others have added some
             os.environ[name] = now.replace(value, before or "").strip(os.pathsep)

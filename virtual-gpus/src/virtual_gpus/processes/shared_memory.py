@@ -22,7 +22,7 @@ import struct
 import tempfile
 import threading
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 try:
@@ -47,8 +47,8 @@ class SharedMemoryRegistry:
         self._prefix, self._count = f"{machine}-", count
         self.made_by, self._closed = os.getpid(), False
         asked = os.environ.get(FOLDER)
-        own = asked is None or asked in mine
-        self._made_folder, self.folder = own, Path(_common_folder() if own else asked)
+        self._made_folder = asked is None or asked in mine
+        self.folder = Path(_common_folder() if asked is None or asked in mine else asked)
         self._begin()
         atexit.register(self.close)
 
@@ -82,7 +82,7 @@ class SharedMemoryRegistry:
         """
         with self._alone():
             own = max(used - self._inherited[slot], 0)
-            held = [] if self._closed else _held(self.folder, self._prefix, self._count)
+            held = () if self._closed else _held(self.folder, self._prefix, self._count)
             others = {process: bytes_of[slot] for process, bytes_of in held if bytes_of[slot]}
             # A thread may still use GPUs that another one has switched off. One that touched no GPU is no process of
             # the driver's.
@@ -101,7 +101,7 @@ class SharedMemoryRegistry:
         self._file.write(struct.pack(f"<{self._count}q", *self._used))
 
     @contextlib.contextmanager
-    def _alone(self):
+    def _alone(self) -> Iterator[None]:
         """Have the folder to oneself: two processes must not both take the last byte."""
         if self._pid != os.getpid():
             inherited = [a + b for a, b in zip(self._inherited, self._used, strict=True)]
@@ -112,7 +112,7 @@ class SharedMemoryRegistry:
 
 
 @contextlib.contextmanager
-def _locked(folder: Path):
+def _locked(folder: Path) -> Iterator[None]:
     """Lock the folder, made if need be. A folder that goes with its last process is locked by a file beside it."""
     stays = folder.parent if folder.parent.name.startswith(_FOLDERS) else folder
     stays.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -129,12 +129,12 @@ def _names(folder: Path) -> list[str]:
 
 def _living(folder: Path, prefix: str) -> list[tuple[int, Path]]:
     """(process id, file) of every other process that lives; files of dead ones are removed."""
-    found = []
+    living: list[tuple[int, Path]] = []
     for name in _names(folder):
         process = int(name.rpartition("-")[2]) if name.startswith(prefix) else os.getpid()
         if process != os.getpid() and not _removed_if_dead(folder / name):
-            found.append((process, folder / name))
-    return sorted(found)
+            living.append((process, folder / name))
+    return sorted(living)
 
 
 def _held(folder: Path, prefix: str, count: int) -> list[tuple[int, tuple[int, ...]]]:
