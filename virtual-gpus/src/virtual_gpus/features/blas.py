@@ -42,13 +42,11 @@ class Handles:
         self.workspaces = blas_workspaces(gpu.spec, gpu.machine.settings.version)
         self.lt_is_on = os.environ.get("DISABLE_ADDMM_CUDA_LT") != "1"  # for products with a bias
         # What one product takes, through cuBLAS and through cublasLt, as (library, bytes): asked for every product.
-        self._taken = [
-            [(library, self.workspaces.size(library)) for library in self.workspaces.libraries(lt)]
-            for lt in (False, True)
-        ]
-        self._of = {}  # holder -> handle number
+        size, libraries = self.workspaces.size, self.workspaces.libraries
+        self._taken = [[(library, size(library)) for library in libraries(lt)] for lt in (False, True)]
+        self._of: dict[object, int] = {}  # holder -> handle number
         self._spare: list[int] = []
-        self.kept = {}  # (handle, stream, library) -> what is held
+        self.kept: dict[tuple[int, int, str], ScratchBlock] = {}  # by (handle, stream, library)
 
     def handle(self) -> int:
         """The running thread's handle: its own, one that a finished thread left, or a new one."""
@@ -95,7 +93,9 @@ def leave_handle(gpu: VirtualGPU, holder: object) -> None:
 
 
 # Where the two matrices stand among an operator's arguments.
-_FIRST = {"mm": 0, "bmm": 0, "addmm": 1, "addmm_": 1, "baddbmm": 1, "baddbmm_": 1, "_addmm_activation": 1}
+_BEHIND_BIAS = ("addmm", "addmm_", "baddbmm", "baddbmm_", "_addmm_activation")
+_MATRICES = dict.fromkeys(("mm", "bmm"), slice(0, 2)) | dict.fromkeys(_BEHIND_BIAS, slice(1, 3))
+_NO_MATRICES = slice(0)
 _HOST = added_on_host("product")
 
 
@@ -123,10 +123,10 @@ def with_workspace(call: OpCall, lt: bool = False) -> torch.Tensor:
     if not all(map(torch.Tensor.numel, call.tensors)):
         return result
     handles = call.gpu.feature_state.get("blas") or handles_of(call.gpu)
-    first = _FIRST.get(call.op.base)
-    for matrix in () if first is None else call.args[first : first + 2]:
+    matrices = call.args[_MATRICES.get(call.op.base, _NO_MATRICES)]
+    for matrix in matrices:
         if not matrix.is_contiguous():
-            with call.scratch(*filter(None, map(copied_bytes, call.args[first : first + 2]))):
+            with call.scratch(*filter(None, map(copied_bytes, matrices))):
                 handles.work(lt)
             return result
     handles.work(lt)
@@ -168,7 +168,7 @@ def _vector(operation: Operation) -> Cost:
 
 _PRODUCT = OperatorClass(_matrices, is_fusible=False, tf32_setting="matmul", depends_on_strides=True)
 COSTS = {
-    **dict.fromkeys(_FIRST, _PRODUCT),
+    **dict.fromkeys(_MATRICES, _PRODUCT),
     **dict.fromkeys(("mv", "addmv", "dot", "vdot", "ger", "addr"), OperatorClass(_vector, is_fusible=False)),
 }
 RECIPES = {
@@ -184,7 +184,7 @@ RECIPES = {
 
 def _cuda_clearCublasWorkspaces() -> None:
     """Give the workspaces of all threads on all GPUs back to the caching allocator."""
-    for gpu in active().slots:
+    for gpu in () if (machine := active()) is None else machine.slots:
         handles_of(gpu).kept.clear()
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import sys
 import weakref
+from typing import Any
 
 import torch
 
@@ -25,7 +26,7 @@ _FRESH = (object(),)  # a tuple that alone holds its element
 _in_this_thread = OfEachThread(product=(lambda: None, None))
 
 
-def is_lent(args: tuple) -> bool:
+def is_lent(args: tuple[Any, ...]) -> bool:
     """True in a backward pass if C++ holds the first of `args` and Python does only in this tuple of the dispatcher's.
 
     C++ keeps one reference to the Python object of a tensor that it holds (c10/util/intrusive_ptr.h). It takes a
@@ -36,7 +37,7 @@ def is_lent(args: tuple) -> bool:
     return this_thread.in_backward and bool(args) and sys.getrefcount(args[0]) - sys.getrefcount(_FRESH[0]) == 1
 
 
-def add(call: OpCall):
+def add(call: OpCall) -> torch.Tensor:
     """`a + b`; in place where C++ would."""
     args = call.args
     if len(call.tensors) == len(args) == 2 and not call.kwargs:
@@ -45,7 +46,7 @@ def add(call: OpCall):
     return call.run()
 
 
-def _engine_adds(call: OpCall, first, second) -> bool:
+def _engine_adds(call: OpCall, first: torch.Tensor, second: torch.Tensor) -> bool:
     """True if the engine itself adds two gradients, and holds the first one alone."""
     if not call.answer or first.shape != second.shape or first.dtype != second.dtype or torch.is_grad_enabled():
         return False
@@ -58,10 +59,11 @@ def _engine_adds(call: OpCall, first, second) -> bool:
 def _linear_adds(call: OpCall, product: torch.Tensor) -> bool:
     """True if one call of `linear` made the product and now adds a vector, the bias."""
     last, site = _in_this_thread.product
-    return last() is product.untyped_storage()._record and site == call.site
+    storage: Any = product.untyped_storage()  # see `record_of`
+    return last() is storage._record and site == call.site
 
 
-def reshape_product(call: OpCall):
+def reshape_product(call: OpCall) -> torch.Tensor:
     """`matmul` gives its product the shape of its inputs; the Python instruction that asked for it is noted."""
     result = call.run()
     if result.dim() > 2:

@@ -96,8 +96,8 @@ def one_hot(tensor: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
     integers = type(tensor) is torch.Tensor and tensor.dtype is torch.int64
     if not integers or num_classes < 1 or torch._C._are_functorch_transforms_active() or gpu_of(tensor) is None:
         return _raw_one_hot(tensor, num_classes)
-    made = torch.zeros((*tensor.shape, num_classes), dtype=tensor.dtype, device=tensor.device)
-    return made.scatter_(-1, tensor.unsqueeze(-1), 1)
+    zeros = torch.zeros((*tensor.shape, num_classes), dtype=tensor.dtype, device=tensor.device)
+    return zeros.scatter_(-1, tensor.unsqueeze(-1), 1)
 
 
 def indices_elsewhere(call: OpCall, name: str, common: torch.device, device: torch.device) -> RuntimeError | None:
@@ -116,9 +116,8 @@ def mask_elsewhere(call: OpCall, name: str, common: torch.device, device: torch.
     """`x.masked_fill(mask, ...)` with a mask on another device (aten/src/ATen/native/cuda/Indexing.cu)."""
     if name != "mask":
         return None
-    return RuntimeError(
-        f"expected self and mask to be on the same device, but got mask on {device} and self on {common}"
-    )
+    where = f"got mask on {device} and self on {common}"
+    return RuntimeError(f"expected self and mask to be on the same device, but {where}")
 
 
 def _multiplies(call: OpCall) -> bool:

@@ -82,8 +82,7 @@ def group_norm_backward(call: OpCall) -> tuple[torch.Tensor, ...]:
 
 def batch_norm(call: OpCall) -> tuple[torch.Tensor, ...]:
     """cuDNN's for (N, C, ...), PyTorch's own kernels for (N, C), half types with half weights and channels_last."""
-    result = call.run()
-    tensor = call["input"]
+    result, tensor = call.run(), call["input"]
     if call["training"] and not _cudnn(tensor, call["weight"]) and _channels_last(tensor):
         _partial_sums(call, tensor, 4)
     return result
@@ -115,8 +114,7 @@ def _channels_last(tensor: torch.Tensor) -> bool:
 def _partial_sums(call: OpCall, tensor: torch.Tensor, per_block: int) -> None:
     """`per_block` floats per channel and thread block, and a semaphore per column of blocks."""
     channels = tensor.shape[1]
-    rows = tensor.numel() // channels
-    blocks = _blocks(rows, channels)
+    blocks = _blocks(tensor.numel() // channels, channels)
     if blocks > 1:
         with call.scratch(per_block * channels * blocks * 4, -(-channels // 32) * 4):
             pass
@@ -140,9 +138,9 @@ class RMSNorm(torch.autograd.Function):
     """The fused kernel's memory: forward keeps one float per row, backward works in place of its results."""
 
     @staticmethod
-    def forward(ctx: Any, input: T, weight: Weight, shape: Shape, eps: Eps, trains: bool) -> T:
+    def forward(ctx: Any, input: T, weight: Weight, shape: Shape, eps: Eps, trains: bool, gpu: VirtualGPU) -> T:
         """(..., *shape) -> the same; numbers as the CPU's composite operator gives them."""
-        result, kept = _rms_forward(input, weight, shape, eps, trains)
+        result, kept = _rms_forward(gpu, input, weight, shape, eps, trains)
         ctx.save_for_backward(input, weight, kept)
         ctx.shape, ctx.eps = shape, eps
         return result
@@ -153,15 +151,14 @@ class RMSNorm(torch.autograd.Function):
         do (`infinitely_differentiable_native_rms_norm_backward`)."""
         (input, weight, _), gradient = ctx.saved_tensors, arrived(gradient)
         if not torch.is_grad_enabled():
-            return *_rms_backward(input, weight, ctx.shape, ctx.eps, gradient), None, None, None
+            return *_rms_backward(input, weight, ctx.shape, ctx.eps, gradient), None, None, None, None
         needed = [tensor for tensor, asked in zip((input, weight), ctx.needs_input_grad, strict=False) if asked]
         result = _raw_rms_norm(input, ctx.shape, weight, ctx.eps)
-        found = iter(torch.autograd.grad(result, needed, gradient, create_graph=True))
-        return *(next(found) if asked else None for asked in ctx.needs_input_grad[:2]), None, None, None
+        gradients = iter(torch.autograd.grad(result, needed, gradient, create_graph=True))
+        return *(next(gradients) if asked else None for asked in ctx.needs_input_grad[:2]), None, None, None, None
 
 
-def _rms_forward(input: T, weight: Weight, shape: Shape, eps: Eps, trains: bool) -> tuple[T, T]:
-    gpu = gpu_of(input)
+def _rms_forward(gpu: VirtualGPU, input: T, weight: Weight, shape: Shape, eps: Eps, trains: bool) -> tuple[T, T]:
     result, kept = _below(gpu, _normalized, input, weight, shape, eps)
     place_all(result, gpu)
     charge_kernel(gpu, "native_layer_norm", [input], [result], trains)
@@ -198,28 +195,28 @@ def _gradients(input: T, weight: Weight, shape: Shape, eps: Eps, gradient: T) ->
         x = input.detach().requires_grad_()
         w = None if weight is None else weight.detach().requires_grad_()
         parts = [x] if w is None else [x, w]
-        found = torch.autograd.grad(_raw_rms_norm(x, shape, w, eps), parts, gradient)
-        return found[0], found[1] if w is not None else None
+        gradients = torch.autograd.grad(_raw_rms_norm(x, shape, w, eps), parts, gradient)
+        return gradients[0], gradients[1] if w is not None else None
 
 
 @entrance
 def rms_norm(input: T, normalized_shape: list[int], weight: Weight = None, eps: Eps = None) -> T:
     """`torch.rms_norm`, with the fused kernel's memory for a tensor on a GPU."""
     same = weight is None or weight.dtype == getattr(input, "dtype", None)
-    transformed = torch._C._functorch.is_functorch_wrapped_tensor(input)
-    if gpu_of(input) is None or not same or transformed:
+    transformed, gpu = torch._C._functorch.is_functorch_wrapped_tensor(input), gpu_of(input)
+    if gpu is None or not same or transformed:
         return _raw_rms_norm(input, normalized_shape, weight, eps)
     if is_wrapper(type(input)) and (is_dtensor(input) or is_dtensor(weight)):
-        return _rms_norm_on_each_rank(input, tuple(normalized_shape), weight, eps)
-    return _on_one_gpu(input, weight, tuple(normalized_shape), eps)
+        return _rms_norm_on_each_rank(gpu, input, tuple(normalized_shape), weight, eps)
+    return _on_one_gpu(gpu, input, weight, tuple(normalized_shape), eps)
 
 
-def _on_one_gpu(input: T, weight: Weight, shape: Shape, eps: Eps) -> T:
+def _on_one_gpu(gpu: VirtualGPU, input: T, weight: Weight, shape: Shape, eps: Eps) -> T:
     trains = torch.is_grad_enabled() and any(part is not None and part.requires_grad for part in (input, weight))
-    return RMSNorm.apply(arrived(input), weight, shape, eps, trains)
+    return RMSNorm.apply(arrived(input), weight, shape, eps, trains, gpu)
 
 
-def _rms_norm_on_each_rank(input: Any, shape: Shape, weight: Any, eps: Eps) -> T:
+def _rms_norm_on_each_rank(gpu: VirtualGPU, input: Any, shape: Shape, weight: Any, eps: Eps) -> T:
     """Of DTensors: each rank normalizes its own rows, and the weight's gradient is a sum over the ranks.
 
     What DTensor's strategy (torch/distributed/tensor/_ops/_math_ops.py) does where the rows are sharded; where the
@@ -230,15 +227,15 @@ def _rms_norm_on_each_rank(input: Any, shape: Shape, weight: Any, eps: Eps) -> T
     parts = [input] if weight is None else [input, weight]
     rows = input.dim() - len(shape)
     local = all(map(is_dtensor, parts)) and all(part.device_mesh == input.device_mesh for part in parts)
-    local = local and all(each.is_replicate() or (each.is_shard() and each.dim < rows) for each in input.placements)
-    if not local or not all(each.is_replicate() for part in parts[1:] for each in part.placements):
+    local = local and all(p.is_replicate() or (p.is_shard() and p.dim < rows) for p in input.placements)
+    if not local or not all(p.is_replicate() for part in parts[1:] for p in part.placements):
         return _raw_rms_norm(input, shape, weight, eps)
     if weight is not None:
-        sums = [Partial() if each.is_shard() else each for each in input.placements]
+        sums = [Partial() if p.is_shard() else p for p in input.placements]
         weight = weight.to_local(grad_placements=sums)
-    made = _on_one_gpu(input.to_local(), weight, shape, eps)
+    rows_here = _on_one_gpu(gpu, input.to_local(), weight, shape, eps)
     sizes = {"shape": input.shape, "stride": torch.empty(input.shape, device="meta").stride()}
-    return DTensor.from_local(made, input.device_mesh, input.placements, run_check=False, **sizes)
+    return DTensor.from_local(rows_here, input.device_mesh, input.placements, run_check=False, **sizes)
 
 
 def patches() -> list[Patch]:

@@ -16,6 +16,8 @@ import torch
 from virtual_gpus.dispatch.op_call import OpCall
 from virtual_gpus.placement.storages import CHANNELS_LAST, nbytes
 
+_CopyBytes, _Result = Callable[[torch.Tensor], int], torch.Tensor | tuple[torch.Tensor, ...]
+
 
 def packed_copy(tensor: torch.Tensor | None) -> int:
     """Bytes of the packed copy that CUDA makes of `tensor`; 0 if it is packed, in either order of channels."""
@@ -30,12 +32,12 @@ def channels_first_copy(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_contiguous() else nbytes(tensor)
 
 
-def packed_copies(call: OpCall, names: tuple[str, ...], copy_of=packed_copy) -> list[int]:
+def packed_copies(call: OpCall, names: tuple[str, ...], copy_of: _CopyBytes = packed_copy) -> list[int]:
     """Bytes of the copy of each named input that is not packed."""
     return [size for name in names if (size := copy_of(call[name]))]
 
 
-def run_packed(call: OpCall, names: tuple[str, ...], copy_of=packed_copy) -> torch.Tensor | tuple[torch.Tensor, ...]:
+def run_packed(call: OpCall, names: tuple[str, ...], copy_of: _CopyBytes = packed_copy) -> _Result:
     """Run a kernel that has its results first, then copies of the named inputs."""
     sizes = packed_copies(call, names, copy_of)
     result = call.run()
@@ -43,6 +45,6 @@ def run_packed(call: OpCall, names: tuple[str, ...], copy_of=packed_copy) -> tor
         return result
 
 
-def packed(*names: str, copy_of=packed_copy) -> Callable[[OpCall], torch.Tensor | tuple[torch.Tensor, ...]]:
+def packed(*names: str, copy_of: _CopyBytes = packed_copy) -> Callable[[OpCall], _Result]:
     """The recipe of a kernel that wants these inputs packed. names: in the order of their copies."""
     return partial(run_packed, names=names, copy_of=copy_of)

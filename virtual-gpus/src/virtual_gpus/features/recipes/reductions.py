@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from math import prod
 
 import torch
@@ -17,18 +18,15 @@ from virtual_gpus.threads import below
 
 def take_buffers(call: OpCall, tensor: torch.Tensor, dims: Sequence[int] | None, partial_bytes: int) -> None:
     """Take and give back what reducing `tensor` on the call's GPU needs, after the result was placed."""
-    partial, semaphores = reduction_scratch(
-        tensor.shape, call.gpu.spec, dims, strides=tensor.stride(), partial_bytes=partial_bytes
-    )
-    if partial:
-        with call.scratch(partial, semaphores):
+    sizes = reduction_scratch(tensor.shape, call.gpu.spec, dims, strides=tensor.stride(), partial_bytes=partial_bytes)
+    if sizes[0]:
+        with call.scratch(*sizes):
             pass
 
 
 def _partial_bytes(call: OpCall, tensor: torch.Tensor) -> int:
     """Sums are kept in float for half types, in the widest integer type for integers."""
-    dtype = call["dtype"] if "dtype" in call.op.names else None
-    dtype = dtype or tensor.dtype
+    dtype = (call["dtype"] if "dtype" in call.op.names else None) or tensor.dtype
     if dtype.is_floating_point:
         return 8 if dtype == torch.float64 else 4
     return 2 * (8 if dtype == torch.complex128 else 4) if dtype.is_complex else 8
@@ -64,7 +62,7 @@ _NUMBERS = ("sum", "mean", "nansum", "prod", "amax", "amin", "linalg_vector_norm
 _PAIRS = ("argmax", "argmin", "var", "std", "var_mean", "std_mean")
 RECIPES = {
     **dict.fromkeys(_NUMBERS, reduction),
-    **dict.fromkeys(_PAIRS, lambda call: reduction(call, 16)),
+    **dict.fromkeys(_PAIRS, partial(reduction, partial_bytes=16)),
     "histc": histc,
 }
 COSTS = {

@@ -15,9 +15,9 @@ from virtual_gpus.dispatch.op_call import OpCall
 from virtual_gpus.threads import below
 
 
-def _wide(tensor: torch.Tensor | None) -> torch.Tensor | None:
+def _wide(tensor: torch.Tensor) -> torch.Tensor:
     """Half types as float32, in which CUDA adds up."""
-    return tensor.float() if tensor is not None and tensor.element_size() < 4 else tensor
+    return tensor.float() if tensor.element_size() < 4 else tensor
 
 
 def _others(tensor: torch.Tensor) -> list[int]:
@@ -44,9 +44,9 @@ def gather_stats(call: OpCall) -> tuple[torch.Tensor, torch.Tensor]:
         squares = counts * (_wide(call["invstd"]) ** -2 - call["eps"] + (means - mean) ** 2)
         variance = squares.sum(0) / counts.sum()
         unbiased = variance * counts.sum() / (counts.sum() - 1)
-        for running, found in ((call["running_mean"], mean), (call["running_var"], unbiased)):
+        for running, current in ((call["running_mean"], mean), (call["running_var"], unbiased)):
             if running is not None:
-                running.lerp_(found.to(running.dtype), call["momentum"])
+                running.lerp_(current.to(running.dtype), call["momentum"])
         return call.place((mean, torch.rsqrt(variance + call["eps"])))
 
 
@@ -59,8 +59,8 @@ def normalize(call: OpCall) -> torch.Tensor:
             scale, shift = scale * call["weight"], shift * call["weight"]
         if call["bias"] is not None:
             shift = shift + call["bias"]
-        made = torch.addcmul(_per_channel(shift, x), _wide(x), _per_channel(scale, x))
-        return call.place(made.to(x.dtype))
+        normalized = torch.addcmul(_per_channel(shift, x), _wide(x), _per_channel(scale, x))
+        return call.place(normalized.to(x.dtype))
 
 
 def backward_reduce(call: OpCall) -> tuple[torch.Tensor, ...]:
@@ -83,8 +83,8 @@ def backward_elemt(call: OpCall) -> torch.Tensor:
         of_mean = _per_channel(call["sum_dy"] / total, x)
         of_variance = _per_channel(call["sum_dy_xmu"] / total * call["invstd"] ** 2, x)
         centred = _wide(x) - _per_channel(call["mean"], x)
-        made = (gradient - of_mean - centred * of_variance) * _per_channel(scale, x)
-        return call.place(made.to(x.dtype))
+        of_input = (gradient - of_mean - centred * of_variance) * _per_channel(scale, x)
+        return call.place(of_input.to(x.dtype))
 
 
 RECIPES = {
