@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from virtual_gpus.dispatch.op_call import OpCall
-from virtual_gpus.features.attention import kernels as kernels
+from virtual_gpus.features.attention import kernels
 from virtual_gpus.features.attention.attention_costs import charge_attention
 from virtual_gpus.features.attention.choice import CUDNN, EFFICIENT, FLASH, HALF
 from virtual_gpus.features.attention.values import Numbers

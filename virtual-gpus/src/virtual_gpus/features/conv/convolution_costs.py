@@ -25,7 +25,7 @@ _TILES, _HOST = tuple(map(tuple, _FITTED["tiles"])), added_on_host("convolution"
 
 def forward(operation: Operation) -> Cost:
     """With a bias, which a kernel of its own adds to the result (aten/src/ATen/native/cudnn/ConvShared.cpp)."""
-    cost = _conv(operation, False, *operation.inputs[:2], operation.outputs[0], 1)
+    cost = _conv(operation, False, operation.inputs[0], operation.inputs[1], operation.outputs[0], 1)
     seconds = operation.kernel + operation.reading(2 * operation.outputs[0].nbytes)
     return _and(cost, seconds) if len(operation.inputs) > 2 else cost
 
@@ -121,7 +121,7 @@ def _in_two_bytes(
     slower = reached.tensor / reached.conv_in_two_bytes
     times = (in_tiles(operation.spec, *sizes, groups, operation.precision, tiles=_TILES) for sizes in products)
     arithmetic = [slower * seconds for seconds, _ in times]
-    seconds = sum(max(each, once) for each in arithmetic[:gradients])
+    seconds = sum(max(computing, once) for computing in arithmetic[:gradients])
     if last:
         return Cost(seconds, gradients, _HOST)
     half, flow = gradients / 2 if backward else 1, images.nbytes + result.nbytes

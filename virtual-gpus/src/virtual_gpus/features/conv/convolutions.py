@@ -17,17 +17,18 @@ from contextlib import ExitStack
 from functools import lru_cache
 
 import torch
+from torch import Tensor
 
 from virtual_gpus import errors
 from virtual_gpus.dispatch.op_call import OpCall
 from virtual_gpus.dispatch.timing import precision_of
-from virtual_gpus.features.conv import workspaces as workspaces
+from virtual_gpus.features.conv import workspaces
 from virtual_gpus.machine import VirtualGPU
 from virtual_gpus.memory.allocator import OutOfMemory
 from virtual_gpus.placement.storages import CHANNELS_LAST, ScratchBlock, nbytes, scratch
 
 
-def memory_format(tensor: torch.Tensor) -> torch.memory_format:
+def memory_format(tensor: Tensor) -> torch.memory_format:
     """What C++ calls `suggest_memory_format`: channels last only if the strides say so beyond doubt."""
     return _suggested(tensor.shape, tensor.stride())
 
@@ -44,15 +45,15 @@ def _suggested(sizes: torch.Size, strides: tuple[int, ...]) -> torch.memory_form
     return CHANNELS_LAST[len(strides)]
 
 
-def _layout(first: torch.Tensor, second: torch.Tensor) -> torch.memory_format:
+def _layout(first: Tensor, second: Tensor) -> torch.memory_format:
     """Channels last if either tensor is (cudnn_conv_suggest_memory_format); never in double precision."""
     if first.dtype == torch.float64:
         return torch.contiguous_format
-    found = memory_format(first)
-    return found if found is not torch.contiguous_format else memory_format(second)
+    layout = memory_format(first)
+    return layout if layout is not torch.contiguous_format else memory_format(second)
 
 
-def _on_cudnn(call: OpCall, x: torch.Tensor, weight: torch.Tensor) -> bool:
+def _on_cudnn(call: OpCall, x: Tensor, weight: Tensor) -> bool:
     """True if cuDNN computes; else kernels of PyTorch do."""
     if not torch._C._get_cudnn_enabled():
         return False
@@ -62,22 +63,23 @@ def _on_cudnn(call: OpCall, x: torch.Tensor, weight: torch.Tensor) -> bool:
     return not depthwise or _layout(x, weight) is not torch.contiguous_format
 
 
-def _shape(call: OpCall, x: torch.Tensor, weight: torch.Tensor, y: torch.Tensor, layout) -> workspaces.Shape:
+def _shape(call: OpCall, x: Tensor, weight: Tensor, y: Tensor, layout: torch.memory_format) -> workspaces.Shape:
     """What decides about cuDNN's workspaces for `x -> y`.
 
     cuDNN knows a transposed convolution as the gradient of one from y to x.
     """
     large, kernel, small = (y, weight, x) if call["transposed"] else (x, weight, y)
     row = (1,) if x.dim() == 3 else ()  # 1d: images of one row
-    sizes = ((*row, *tensor.shape[2:]) for tensor in (large, kernel, small))
-    last, cores = layout is not torch.contiguous_format, precision_of("conv", [x]) in call.gpu.spec.tensor_cores
-    return workspaces.Shape(*large.shape[:2], small.shape[1], call["groups"], *sizes, max(call["stride"]) > 1,
-                            x.itemsize, last, cores, call.gpu.spec.multi_processor_count)  # fmt: skip
+    image, window, out = ((*row, *tensor.shape[2:]) for tensor in (large, kernel, small))
+    last, strided, spec = layout is not torch.contiguous_format, max(call["stride"]) > 1, call.gpu.spec
+    return workspaces.Shape(large.shape[0], large.shape[1], small.shape[1], call["groups"], image, window, out, strided,
+                            x.itemsize, last, precision_of("conv", [x]) in spec.tensor_cores,
+                            spec.multi_processor_count)  # fmt: skip
 
 
 def _with_cudnn(gpu: VirtualGPU, step: str, shape: workspaces.Shape) -> None:
     """Take and give back the workspace of one cuDNN call. step: the name of its function in `workspaces`."""
-    sizes = gpu.feature_state.setdefault("conv", {})  # in bytes, of the workspaces so far
+    sizes: dict[tuple[str, workspaces.Shape], int] = gpu.feature_state.setdefault("conv", {})  # bytes, so far
     size = sizes.get((step, shape))
     if size is None:
         size = sizes[step, shape] = getattr(workspaces, step)(shape)
@@ -95,12 +97,12 @@ def _try(gpu: VirtualGPU, size: int) -> None:
             return  # another kernel needs less
 
 
-def _laid_out(tensor: torch.Tensor | None, layout: torch.memory_format) -> torch.Tensor | None:
+def _laid_out(tensor: Tensor | None, layout: torch.memory_format) -> Tensor | None:
     """The result in CUDA's order of channels; the CPU's kernels and the meta ones pick their own."""
     return None if tensor is None else tensor.contiguous(memory_format=layout)
 
 
-def _packed(copies: ExitStack, gpu: VirtualGPU, tensor: torch.Tensor, layout: torch.memory_format) -> None:
+def _packed(copies: ExitStack, gpu: VirtualGPU, tensor: Tensor, layout: torch.memory_format) -> None:
     """Have a packed copy of `tensor` until `copies` closes, unless it has this layout already."""
     if not tensor.is_contiguous(memory_format=layout):
         copies.enter_context(scratch(gpu, nbytes(tensor)))
@@ -109,7 +111,7 @@ def _packed(copies: ExitStack, gpu: VirtualGPU, tensor: torch.Tensor, layout: to
 # ---- forward -------------------------------------------------------------------------------------------------------
 
 
-def convolution(call: OpCall) -> torch.Tensor:
+def convolution(call: OpCall) -> Tensor:
     """`aten::convolution`, of one, two or three dimensions, transposed or not."""
     x, weight = call["input"], call["weight"]
     if call.op.written or not x.numel():  # `out=` decides the layout itself; nothing in, nothing to do
@@ -129,7 +131,7 @@ def convolution(call: OpCall) -> torch.Tensor:
 # ---- backward ------------------------------------------------------------------------------------------------------
 
 
-def convolution_backward(call: OpCall) -> tuple[torch.Tensor | None, ...]:
+def convolution_backward(call: OpCall) -> tuple[Tensor | None, ...]:
     """`aten::convolution_backward`: gradients of input, filters and bias, as `output_mask` asks."""
     x, weight = call["input"], call["weight"]
     if call.op.written or not x.numel():
@@ -139,7 +141,7 @@ def convolution_backward(call: OpCall) -> tuple[torch.Tensor | None, ...]:
     return (*gradients(call, results[0], results[1]), call.place(results[2]))
 
 
-def _cudnn_gradients(call: OpCall, for_x: torch.Tensor | None, for_weight: torch.Tensor | None):
+def _cudnn_gradients(call: OpCall, for_x: Tensor | None, for_weight: Tensor | None) -> tuple[Tensor | None, ...]:
     """Two calls of cuDNN. Each copies what is not packed for itself, and frees its copies."""
     grad, x, weight = call["grad_output"], call["input"], call["weight"]
     layout = _layout(x, weight)
@@ -168,7 +170,7 @@ def _cudnn_gradients(call: OpCall, for_x: torch.Tensor | None, for_weight: torch
     return for_x, for_weight
 
 
-def _depthwise_gradients(call: OpCall, for_x: torch.Tensor | None, for_weight: torch.Tensor | None):
+def _depthwise_gradients(call: OpCall, for_x: Tensor | None, for_weight: Tensor | None) -> tuple[Tensor | None, ...]:
     """PyTorch's own kernels (DepthwiseConv2d.cu, DepthwiseConv3d.cu): filters first, no workspace."""
     for_x, for_weight = (_laid_out(gradient, torch.contiguous_format) for gradient in (for_x, for_weight))
     with ExitStack() as copies:
@@ -185,7 +187,7 @@ def weight_elsewhere(call: OpCall, name: str, common: torch.device, device: torc
     if common.type == device.type:
         operator = "cudnn_convolution_transpose" if call["transposed"] else "cudnn_convolution"
         return errors.argument_elsewhere(operator, "weight", device, common)
-    types = [torch.Tensor.type(tensor) for tensor in call.args[:2]]  # aten/src/ATen/native/Convolution.cpp
+    types = [Tensor.type(tensor) for tensor in call.args[:2]]  # aten/src/ATen/native/Convolution.cpp
     return RuntimeError(f"Input type ({types[0]}) and weight type ({types[1]}) should be the same")
 
 

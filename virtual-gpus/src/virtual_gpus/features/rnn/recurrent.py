@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import functools
 import warnings
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -21,7 +23,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 from virtual_gpus.entrance import entrance
 from virtual_gpus.features.autocast import cast, is_eligible
 from virtual_gpus.features.rnn import weights
-from virtual_gpus.features.rnn.recurrent_call import RecurrentCall, bind, check
+from virtual_gpus.features.rnn.recurrent_call import Inputs, Maybe, RecurrentCall, T, bind, check
 from virtual_gpus.features.rnn.recurrent_costs import charge_recurrent
 from virtual_gpus.features.rnn.sizes import DROPOUT_STATE, is_small, reserve_bytes, weight_offsets, workspace_bytes
 from virtual_gpus.machine import VirtualGPU, active
@@ -31,59 +33,62 @@ from virtual_gpus.placement.storages import ScratchBlock, StorageAllocation, gpu
 from virtual_gpus.placement.wrappers import arrived
 from virtual_gpus.threads import this_thread
 
+_keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
+Maybes, Wanted, Blocks = Sequence[Maybe], tuple[bool, ...], list[StorageAllocation | None]
 _NOT_FLAT = (
     "RNN module weights are not part of single contiguous chunk of memory, so every call copies them into one. "
     "To compact weights again call flatten_parameters()."
 )
 
 
-def _replacement(name: str):
+def _replacement(name: str) -> Callable[..., Any]:
     raw = getattr(torch._C._VariableFunctions, name)
 
     @functools.wraps(raw)
     @entrance
-    def recurrent(*args, **kwargs):
+    def recurrent(*args: Any, **kwargs: Any) -> Any:
         if this_thread.inside or active() is None or torch._C._are_functorch_transforms_active():
             return raw(*args, **kwargs)
-        call = bind(name, raw, args, kwargs)
-        if call is None:  # PyTorch says what is wrong with the arguments
+        bound = bind(name, args, kwargs)
+        if bound is None:  # PyTorch says what is wrong with the arguments
             return raw(*args, **kwargs)
-        if has_torch_function(call.tensors):
-            return handle_torch_function(recurrent, call.tensors, *args, **kwargs)
-        if all(gpu_of(tensor) is None for tensor in call.tensors):
+        arguments, inputs = bound
+        if has_torch_function(inputs.tensors):
+            return handle_torch_function(recurrent, inputs.tensors, *args, **kwargs)
+        if all(gpu_of(tensor) is None for tensor in inputs.tensors):
             return raw(*args, **kwargs)
-        call.input, call.hx, call.cx = map(arrived, (call.input, call.hx, call.cx))
-        if not weights.is_acceptable(call.input):
-            check(call, dtypes=False)
+        inputs = Inputs(arrived(inputs.input), arrived(inputs.hx), arrived(inputs.cx), inputs.params)
+        gpu = gpu_of(inputs.input)
+        if gpu is None or not weights.is_acceptable(inputs.input):
+            check(inputs, dtypes=False)
             return raw(*args, **kwargs)
-        return _on_cudnn(call)
+        return _on_cudnn(RecurrentCall(name, raw, gpu, arguments, inputs), inputs)
 
     return recurrent
 
 
-def _on_cudnn(call: RecurrentCall) -> tuple[torch.Tensor, ...]:
+def _on_cudnn(call: RecurrentCall, inputs: Inputs) -> tuple[torch.Tensor, ...]:
     """`_cudnn_impl`: casts under autocast, checks, and the operation, with a graph where one is wanted."""
-    call.gpu = gpu_of(call.input)
-    call.measure()
-    call.flat = weights.are_flat(call.net, call.params, call.biases)
     _draw_dropout_state(call)
     if torch.is_autocast_enabled("cuda"):
-        _cast(call)
-    check(call)
+        inputs = _cast(call, inputs)
+    check(inputs)
     if not call.flat:
         warnings.warn(_NOT_FLAT, stacklevel=4)
-    if torch.is_grad_enabled() and any(t.requires_grad for t in call.tensors):
-        return CudnnRnn.apply(call.without_tensors(), call.input, call.hx, call.cx, *call.params)
-    return _forward(call.without_tensors(), call.input, call.hx, call.cx, call.params, False)[0]
+    if torch.is_grad_enabled() and any(t.requires_grad for t in inputs.tensors):
+        return CudnnRnn.apply(call, *inputs[:3], *inputs.params)
+    return _forward(call, inputs, False)[0]
 
 
-def _cast(call: RecurrentCall) -> None:
+def _cast(call: RecurrentCall, inputs: Inputs) -> Inputs:
     """To float16, whatever dtype autocast was given (aten/src/ATen/cudnn/AutocastRNN.cpp), the last argument first."""
-    call.cx, call.hx, call.input = (cast(part, torch.float16) for part in (call.cx, call.hx, call.input))
-    if is_eligible(call.params[0]) and call.params[0].dtype != torch.float16:
-        call.params = list(weights.CastFlat.apply(call.net, call.biases, call.gpu, *call.params))
-        call.flat = True
-    call.measure()
+    cx, hx, input = (cast(part, torch.float16) for part in (inputs.cx, inputs.hx, inputs.input))
+    params = inputs.params
+    if is_eligible(params[0]) and params[0].dtype != torch.float16:
+        params, call.flat = weights.CastFlat.apply(call.net, call.biases, call.gpu, *params), True
+    inputs = Inputs(input, hx, cx, params)
+    call.measure(inputs)
+    return inputs
 
 
 def _draw_dropout_state(call: RecurrentCall) -> None:
@@ -97,11 +102,11 @@ def _draw_dropout_state(call: RecurrentCall) -> None:
 # ---- forward -------------------------------------------------------------------------------------------------------
 
 
-def _forward(call: RecurrentCall, input, hx, cx, params, with_graph: bool):
+def _forward(call: RecurrentCall, inputs: Inputs, with_graph: bool) -> tuple[tuple[T, ...], T, Maybe]:
     """((output, hy[, cy]), reserve, weight buffer if the weights were not in one). Blocks first, then the numbers."""
-    gpu, net, dtype = call.gpu, call.net, input.dtype
+    gpu, net, dtype = call.gpu, call.net, inputs.input.dtype
     with ExitStack() as temporary:
-        _contiguous(temporary, gpu, _time_first(call, input))
+        _contiguous(temporary, gpu, _time_first(call, inputs.input))
         allocations = [StorageAllocation(gpu, shape.numel() * dtype.itemsize) for shape in call.shapes]
         buffer = None if call.flat else weights.empty(gpu, weight_offsets(net, True)[1], dtype)
         small = is_small(net, False, gpu.spec.capability)
@@ -110,15 +115,16 @@ def _forward(call: RecurrentCall, input, hx, cx, params, with_graph: bool):
         if gpu.machine.shapes_only:
             results = call.empty_results(dtype)
         else:
+            generator = default_generator(gpu) if call.draws else None
+            if with_graph and generator is not None:
+                call.random_state = generator.raw_state()
+            graph = call.compute(inputs, with_graph, generator)
+            results = [result for result in call.laid_out(*graph.outputs, copied=True) if result is not None]
             if with_graph:
-                call.random_state = default_generator(gpu).raw_state() if call.draws else None
-            graph = call.compute(input, hx, cx, params, with_graph, default_generator(gpu) if call.draws else None)
-            results = call.laid_out(*graph.outputs, copied=True)
-            if with_graph:
-                reserve.untyped_storage()._graph = graph
+                vars(reserve.untyped_storage())["_graph"] = graph
     for result, allocation in zip(results, allocations, strict=True):
         put(result, allocation)
-    charge_recurrent(gpu, net, (input, hx), with_graph, backward=False)
+    charge_recurrent(gpu, net, inputs[:2], with_graph, backward=False)
     return tuple(results), reserve, buffer
 
 
@@ -126,9 +132,9 @@ def _time_first(call: RecurrentCall, tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().transpose(0, 1) if call.batch_first else tensor
 
 
-def _contiguous(stack: ExitStack, gpu: VirtualGPU, tensor: torch.Tensor) -> None:
+def _contiguous(stack: ExitStack, gpu: VirtualGPU, tensor: Maybe) -> None:
     """The copy that `tensor.contiguous()` makes, if it makes one."""
-    if not tensor.is_contiguous():
+    if tensor is not None and not tensor.is_contiguous():
         stack.enter_context(scratch(gpu, nbytes(tensor)))
 
 
@@ -136,9 +142,9 @@ class CudnnRnn(torch.autograd.Function):
     """The operation with its backward pass, which takes cuDNN's memory again. Named as PyTorch's own node."""
 
     @staticmethod
-    def forward(ctx, call, input, hx, cx, *params):
+    def forward(ctx: Any, call: RecurrentCall, input: T, hx: T, cx: Maybe, *params: T) -> tuple[T, ...]:
         """Results of `_forward`, and what backward needs: inputs, output, reserve, weights."""
-        results, reserve, buffer = _forward(call, input, hx, cx, params, True)
+        results, reserve, buffer = _forward(call, Inputs(input, hx, cx, params), True)
         ctx.call = call
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(input, hx, cx, results[0], reserve, buffer, *params)
@@ -146,16 +152,15 @@ class CudnnRnn(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, *gradients):
+    def backward(ctx: Any, *gradients: Maybe) -> tuple[Maybe, ...]:
         """Gradients of all inputs. Raises as cuDNN does in evaluation mode."""
         call, (input, hx, cx, _, reserve, _, *params) = ctx.call, ctx.saved_tensors
         if all(gradient is None for gradient in gradients):
             return (None,) * (4 + len(params))
         if not call.train:
             raise RuntimeError("cudnn RNN backward can only be called in training mode")
-        leaves = (input, hx, cx, *params)
-        gradients = tuple(map(arrived, gradients))
-        return None, *_backward(call, leaves, reserve, gradients, ctx.needs_input_grad[1:])
+        inputs, gradients = Inputs(input, hx, cx, params), tuple(map(arrived, gradients))
+        return None, *_backward(call, inputs, reserve, gradients, ctx.needs_input_grad[1:])
 
 
 CudnnRnn._backward_cls.__name__ = "CudnnRnnBackward0"  # as PyTorch names the node of its operator
@@ -164,33 +169,34 @@ CudnnRnn._backward_cls.__name__ = "CudnnRnnBackward0"  # as PyTorch names the no
 # ---- backward ------------------------------------------------------------------------------------------------------
 
 
-def _backward(call: RecurrentCall, leaves, reserve, gradients, wanted):
+def _backward(call: RecurrentCall, inputs: Inputs, reserve: T, gradients: Maybes, wanted: Wanted) -> list[Maybe]:
     """Gradients of (input, hx, cx, *params), None where not `wanted`."""
     on = call.gpu.machine.on  # gradients may be asked for after the virtual GPUs have gone: then nothing is counted
-    allocations, flat = _blocks(call, leaves, reserve, gradients, wanted) if on else ([None] * 3, None)
-    params = leaves[3:]
-    if flat is None and any(wanted[3:]):
-        flat = torch.empty(weight_offsets(call.net, True)[1], dtype=params[0].dtype, device=params[0].device)
-    parts = weights.pieces(flat, params, weight_offsets(call.net, call.biases)[0]) if any(wanted[3:]) else params
+    blocks, flat = _blocks(call, inputs, reserve, gradients, any(wanted[3:])) if on else ([None] * 3, None)
+    parts = inputs.params
+    if any(wanted[3:]):
+        if flat is None:
+            flat = torch.empty(weight_offsets(call.net, True)[1], dtype=parts[0].dtype, device=parts[0].device)
+        parts = weights.pieces(flat, parts, weight_offsets(call.net, call.biases)[0])
     if call.gpu.machine.shapes_only:
-        made = [torch.empty_like(t, device="meta") if w else None for t, w in zip(leaves[:3], wanted, strict=False)]
+        tensors = zip(inputs[:3], wanted, strict=False)
+        numbers = [torch.empty_like(t, device="meta") if w and t is not None else None for t, w in tensors]
     else:
-        made = _numbers(call, leaves, reserve, gradients, wanted)
-        if any(wanted[3:]):
-            weights.fill(flat, parts, made[3:])
+        numbers = _numbers(call, inputs, reserve, gradients, wanted)
+        if flat is not None:
+            weights.fill(flat, parts, numbers[3:])
     if on:
         charge_recurrent(call.gpu, call.net, [g for g in gradients if g is not None], True, backward=True)
-    first = []
-    for gradient, allocation in zip(call.laid_out(*made[:3]), allocations, strict=True):
+    first = call.laid_out(*numbers[:3])
+    for gradient, allocation in zip(first, blocks, strict=True):
         if gradient is not None and allocation is not None:
             put(gradient, allocation)
-        first.append(gradient)
     return [*first, *(part if w else None for part, w in zip(parts, wanted[3:], strict=True))]
 
 
-def _blocks(call: RecurrentCall, leaves, reserve, gradients, wanted):
+def _blocks(call: RecurrentCall, inputs: Inputs, reserve: T, gradients: Maybes, dw: bool) -> tuple[Blocks, Maybe]:
     """Take the memory of `_cudnn_rnn_backward`. Returns the blocks of (dx, dhx, dcx) and the buffer of dw, if any."""
-    gpu, (input, hx, cx) = call.gpu, leaves[:3]
+    gpu, (input, hx, cx, _) = call.gpu, inputs
     size = workspace_bytes(call.net, is_small(call.net, True, gpu.spec.capability))
     output, *states = (*gradients, None)[:3]
     with ExitStack() as whole:
@@ -204,11 +210,10 @@ def _blocks(call: RecurrentCall, leaves, reserve, gradients, wanted):
         with ExitStack() as data:
             _contiguous(data, gpu, _time_first(call, input))
             for gradient in (_time_first(call, output) if output is not None else None, *states):
-                if gradient is not None:
-                    _contiguous(data, gpu, gradient)
+                _contiguous(data, gpu, gradient)
             allocations = [None if t is None else StorageAllocation(gpu, nbytes(t)) for t in (input, hx, cx)]
             data.enter_context(scratch(gpu, size))
-        if not any(wanted[3:]):
+        if not dw:
             return allocations, None
         with ExitStack() as data:
             _contiguous(data, gpu, _time_first(call, input))
@@ -217,18 +222,14 @@ def _blocks(call: RecurrentCall, leaves, reserve, gradients, wanted):
     return allocations, flat
 
 
-def _keeps_graph() -> bool:
-    return torch._C._autograd._get_current_graph_task_keep_graph()
-
-
-def _numbers(call: RecurrentCall, leaves, reserve, gradients, wanted):
+def _numbers(call: RecurrentCall, inputs: Inputs, reserve: T, gradients: Maybes, wanted: Wanted) -> list[Maybe]:
     graph = getattr(reserve.untyped_storage(), "_graph", None)
-    if graph is None or not graph.needs(wanted):
+    if graph is None or not graph.has(wanted):
         generator = None
-        if call.draws:
+        if call.random_state is not None:
             generator = torch._C.Generator("cpu")
             generator.set_state(call.random_state)
-        graph = call.compute(*leaves[:3], leaves[3:], True, generator)
+        graph = call.compute(inputs, True, generator)
     return graph.gradients(gradients, wanted, _keeps_graph())
 
 

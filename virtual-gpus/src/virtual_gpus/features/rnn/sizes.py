@@ -64,13 +64,13 @@ def weight_offsets(net: Network, biases: bool) -> tuple[list[int], int]:
     Weights in the order of `nn.LSTM._flat_weights`. Both biases have their place in any case.
     """
     rows = net.gates * net.hidden
-    matrices, position = [], 0
+    matrices, position = list[list[int]](), 0
     for layer in range(net.inner):
         width = net.input if layer < net.directions else net.output * net.directions
         sizes = [rows * width, rows * net.output] + [net.output * net.hidden] * (net.output != net.hidden)
         matrices.append([position + sum(sizes[:i]) for i in range(len(sizes))])
         position += sum(sizes)
-    offsets = []
+    offsets: list[int] = []
     for first, second, *projection in matrices:
         offsets += [first, second, *((position, position + rows) if biases else ()), *projection]
         position += 2 * rows

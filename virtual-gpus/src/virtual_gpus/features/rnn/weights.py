@@ -6,6 +6,9 @@ torch/nn/modules/rnn.py.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 
 from virtual_gpus.entrance import entrance
@@ -15,28 +18,30 @@ from virtual_gpus.patches.table import Patch
 from virtual_gpus.placement.storages import StorageAllocation, empty_in, gpu_of
 from virtual_gpus.threads import below
 
+T = torch.Tensor
 DTYPES = (torch.float32, torch.float16, torch.float64)  # torch.backends.cudnn.CUDNN_TENSOR_DTYPES
 _raw_flatten_parameters = torch.nn.RNNBase.flatten_parameters
 
 
-def is_acceptable(tensor: torch.Tensor) -> bool:
+def is_acceptable(tensor: T) -> bool:
     """torch.backends.cudnn.is_acceptable: cuDNN is enabled and takes this tensor."""
     return torch._C._get_cudnn_enabled() and gpu_of(tensor) is not None and tensor.dtype in DTYPES
 
 
-def empty(gpu: VirtualGPU, count: int, dtype: torch.dtype) -> torch.Tensor:
+def empty(gpu: VirtualGPU, count: int, dtype: torch.dtype) -> T:
     """A buffer of `count` elements on `gpu`."""
     return empty_in(StorageAllocation(gpu, count * dtype.itemsize), (count,), dtype)
 
 
-def pieces(flat: torch.Tensor, like, offsets: list[int]) -> list[torch.Tensor]:
+def pieces(flat: T, like: Sequence[T], offsets: list[int]) -> list[T]:
     """Tensors shaped as `like` on the storage of `flat`, each a tensor of its own rather than a view."""
     with below(), torch._C._DisableTorchDispatch(), torch.no_grad():
-        storage, none = flat.untyped_storage(), torch.empty(0, dtype=flat.dtype, device=flat.device)
+        none: Any = torch.empty(0, dtype=flat.dtype, device=flat.device)  # PyTorch's stubs want `set_` to have strides
+        storage = flat.untyped_storage()
         return [none.new_empty(0).set_(storage, at, t.shape) for t, at in zip(like, offsets, strict=True)]
 
 
-def fill(flat: torch.Tensor, parts: list[torch.Tensor], sources) -> None:
+def fill(flat: T, parts: Sequence[T], sources: Sequence[T | None]) -> None:
     """Copy `sources` into `parts` of `flat`, zeros between them; None among the sources leaves zeros too."""
     if flat.is_meta:
         return
@@ -47,7 +52,7 @@ def fill(flat: torch.Tensor, parts: list[torch.Tensor], sources) -> None:
                 part.copy_(source)
 
 
-def are_flat(net: Network, params: list[torch.Tensor], biases: bool) -> bool:
+def are_flat(net: Network, params: Sequence[T], biases: bool) -> bool:
     """True if the weights are where cuDNN wants them: in one storage, from its beginning, in its order."""
     offsets, total = weight_offsets(net, biases)
     storage = params[0].untyped_storage()
@@ -63,23 +68,23 @@ class CastFlat(torch.autograd.Function):
     """Weights as float16 in one buffer, for autocast (aten/src/ATen/cudnn/AutocastRNN.cpp)."""
 
     @staticmethod
-    def forward(ctx, net, biases, gpu, *params):
+    def forward(ctx: Any, net: Network, biases: bool, gpu: VirtualGPU, *params: T) -> tuple[T, ...]:
         """The cast weights, all on one storage."""
         ctx.dtype = params[0].dtype
         offsets, total = weight_offsets(net, biases)
         flat = empty(gpu, total, torch.float16)
-        made = pieces(flat, params, offsets)
-        fill(flat, made, params)
-        return tuple(made)
+        parts = pieces(flat, params, offsets)
+        fill(flat, parts, params)
+        return tuple(parts)
 
     @staticmethod
-    def backward(ctx, *gradients):
+    def backward(ctx: Any, *gradients: T | None) -> tuple[T | None, ...]:
         """Each gradient as the weight's own dtype."""
         return None, None, None, *(None if g is None else g.to(ctx.dtype) for g in gradients)
 
 
 @entrance
-def flatten_parameters(self) -> None:
+def flatten_parameters(self: Any) -> None:
     """`RNNBase.flatten_parameters` on a virtual GPU: the weights move into one buffer, and stay the same tensors."""
     weights = self._flat_weights
     if torch._C._are_functorch_transforms_active():
@@ -87,23 +92,20 @@ def flatten_parameters(self) -> None:
     gpu = gpu_of(weights[0]) if weights and isinstance(weights[0], torch.Tensor) else None
     if gpu is None or len(weights) != len(self._flat_weights_names):
         return _raw_flatten_parameters(self)
-    fit = all(
-        isinstance(w, torch.Tensor) and w.dtype == weights[0].dtype and is_acceptable(w) and gpu_of(w) is gpu
-        for w in weights
-    )
+    dtype = weights[0].dtype
+    fit = all(isinstance(w, T) and w.dtype == dtype and is_acceptable(w) and gpu_of(w) is gpu for w in weights)
     if not fit or len({(w.untyped_storage()._cdata, w.storage_offset()) for w in weights}) != len(weights):
         return None  # the last: a weight that is used twice
     cell, output = self.mode.partition("_")[0], self.proj_size or self.hidden_size
     net = Network(cell, self.num_layers, 2 if self.bidirectional else 1, 1, 1, self.input_size, self.hidden_size,
                   output, 4)  # of one sequence of one step  # fmt: skip
     offsets, total = weight_offsets(net, self.bias)
-    flat = empty(gpu, total, weights[0].dtype)
+    flat = empty(gpu, total, dtype)
     fill(flat, pieces(flat, weights, offsets), weights)
     # Below autograd, as in C++: DataParallel's replicas are views, which autograd would not let us lay elsewhere.
     with below(), torch._C._DisableTorchDispatch(), torch._C._AutoDispatchBelowADInplaceOrView():
         for weight, at in zip(weights, offsets, strict=True):
             weight.set_(flat.untyped_storage(), at, weight.shape)
-    return None
 
 
 def patches() -> list[Patch]:
