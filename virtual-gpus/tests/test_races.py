@@ -230,6 +230,11 @@ def test_what_was_freed_is_kept_once():
         assert [len(accesses) for _, accesses in active_machine().follower._freed] == [1] * 12
 
 
+def test_an_empty_tensor_may_be_recorded_on_a_stream():
+    with virtual_gpus(1, check_races=True):
+        torch.empty(0, device="cuda").record_stream(torch.cuda.Stream())
+
+
 def _net():
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4)).cuda()

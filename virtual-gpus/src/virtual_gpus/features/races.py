@@ -29,6 +29,7 @@ from virtual_gpus.placement.storages import HostStorage, StorageAllocation, allo
 from virtual_gpus.threads import OfEachThread
 
 Place = tuple[int, int | str]  # (GPU's slot, stream or queue of collectives): work in one place runs in order
+Tensors = Iterable[torch.Tensor]
 Past = dict[Place, int]  # of each place, the number of its last work that is known to be done
 _HOST: Place = (-1, "host")
 _WITHOUT_ACCESS = ("empty", "new_empty", "resize_", "set_", "record_stream", "lift_fresh", "_resize_output_")
@@ -84,9 +85,9 @@ class OrderedClock(Clock):
 
     def anew(self) -> OrderedClock:
         """See `Clock`."""
-        made = OrderedClock(len(self.tracks), self.host)
-        made.order = self.order
-        return made
+        clock = OrderedClock(len(self.tracks), self.host)
+        clock.order = self.order
+        return clock
 
     def mark(self, gpu: int, stream: int) -> float:
         """See `Clock`."""
@@ -102,7 +103,7 @@ class OrderedClock(Clock):
 
     def latest(self, times: Iterable[float]) -> float:
         """See `Clock`."""
-        times, past = list(times), {}
+        times, past = list(times), Past()
         for time in times:
             _join(past, getattr(time, "past", {}))
         return _moment(super().latest(times), past)
@@ -129,9 +130,9 @@ class OrderedClock(Clock):
 
 
 def _moment(time: float, past: Past) -> Moment:
-    made = Moment(time)
-    made.past = dict(past)
-    return made
+    moment = Moment(time)
+    moment.past = dict(past)
+    return moment
 
 
 class _Issued:
@@ -173,7 +174,7 @@ class _History:
     def __init__(self, allocation: StorageAllocation, forget: Callable[[Any], None]):
         self.owner = weakref.ref(allocation, forget)
         block = allocation.block
-        self.slot, self.stream = allocation.gpu.slot, block.pool.stream
+        self.slot, self.stream = allocation.gpu.slot, 0 if block.pool is None else block.pool.stream
         self.address, self.size = block.address, block.size
         self.accesses: list[_Access] = []
         self.waited_for: set[Place] = set()  # streams of `record_stream`, for which the allocator waits
@@ -203,9 +204,7 @@ class RaceChecker(Follower):
             self.copy(call.tensors[1], call.tensors[0], blocking=not call["non_blocking"])
             return result
         works = _IssuedByGPU(self._order, op.base)
-        written = ()
-        if op.written:
-            written = {id(tensor) for name, tensor in call.named_tensors() if name in op.written}
+        written = {id(tensor) for name, tensor in call.named_tensors() if name in op.written} if op.written else ()
         for tensor in call.tensors:
             self._access(tensor, id(tensor) in written, works)
         result = op.route(call)
@@ -214,7 +213,7 @@ class RaceChecker(Follower):
                 self._access(tensor, True, works)
         return result
 
-    def kernel(self, name: str, reads: Iterable[torch.Tensor], writes: Iterable[torch.Tensor]) -> None:
+    def kernel(self, name: str, reads: Tensors, writes: Tensors) -> None:
         """Work on the current streams that the dispatch mode does not see."""
         works = _IssuedByGPU(self._order, name)
         for tensor in reads:
@@ -240,9 +239,7 @@ class RaceChecker(Follower):
                 self._order.wait(_HOST, work.past)
         self._order.join(places)
 
-    def collective(
-        self, gpu: VirtualGPU, queue: str, name: str, reads: Iterable[torch.Tensor], writes: Iterable, arrival: Any
-    ) -> None:
+    def collective(self, gpu: VirtualGPU, queue: str, name: str, reads: Tensors, writes: Tensors, arrival: Any) -> None:
         """A collective or message in a queue of its group, behind what the current stream was given so far."""
         place = (gpu.slot, queue)
         self._order.wait(place, self._order.past((gpu.slot, gpu.stream)))
@@ -259,7 +256,7 @@ class RaceChecker(Follower):
         if getattr(arrival, "past", None):
             self._order.wait((gpu.slot, gpu.stream), arrival.past)
 
-    def stream_waits_for(self, gpu: VirtualGPU, tensors: Iterable[torch.Tensor]) -> None:
+    def stream_waits_for(self, gpu: VirtualGPU, tensors: Tensors) -> None:
         """The current stream waits for the collectives that fill some tensors."""
         for tensor in tensors:
             allocation = allocation_of(tensor)
@@ -288,14 +285,14 @@ class RaceChecker(Follower):
 
     def _history(self, allocation: StorageAllocation) -> _History:
         key = id(allocation)
-        found = self._of_blocks.get(key)
-        if found is None:
-            found = self._of_blocks[key] = _History(allocation, lambda _: self.freed(key))
+        history = self._of_blocks.get(key)
+        if history is None:
+            history = self._of_blocks[key] = _History(allocation, lambda _: self.freed(key))
             for former, accesses in self._freed:
-                shift = former.address - found.address
-                if -former.size < shift < found.size:
-                    found.accesses += [a._replace(start=a.start + shift, end=a.end + shift) for a in accesses]
-        return found
+                shift = former.address - history.address
+                if -former.size < shift < history.size:
+                    history.accesses += [a._replace(start=a.start + shift, end=a.end + shift) for a in accesses]
+        return history
 
     def freed(self, key: int) -> None:
         """A storage gave its block back. It goes to others of its stream, while other streams may still use it."""
@@ -318,7 +315,7 @@ class RaceChecker(Follower):
     def _note(self, accesses: list[_Access], work: _Issued, tensor: torch.Tensor, writes: bool) -> None:
         """An access to the storage whose earlier ones are `accesses`. Raises RaceError."""
         start, end = _span(tensor)
-        new, kept, host = _Access(work, start, end, writes), [], self._order.known[_HOST]
+        new, kept, host = _Access(work, start, end, writes), list[_Access](), self._order.known[_HOST]
         for old in accesses:
             if old.work.number <= host.get(old.work.place, 0):
                 continue  # all that comes from now on comes after it
@@ -371,10 +368,10 @@ class _IssuedByGPU(dict[int, _Issued]):
         self._order, self.what = order, what
 
     def on(self, gpu: VirtualGPU) -> _Issued:
-        found = self.get(gpu.slot)
-        if found is None:
-            found = self[gpu.slot] = _Issued(self._order, (gpu.slot, gpu.stream), self.what)
-        return found
+        issued = self.get(gpu.slot)
+        if issued is None:
+            issued = self[gpu.slot] = _Issued(self._order, (gpu.slot, gpu.stream), self.what)
+        return issued
 
 
 def prepare() -> None:
@@ -416,7 +413,7 @@ def _span(tensor: torch.Tensor) -> tuple[int, int]:
         nbytes, whole = tensor.numel() * tensor.itemsize, tensor.untyped_storage().nbytes()
         if nbytes == whole or not nbytes:
             return 0, nbytes
-        start, size = tensor.storage_offset(), 1
+        start, size = int(tensor.storage_offset()), 1
         for length, stride in zip(tensor.shape, tensor.stride(), strict=True):
             size += (length - 1) * stride
         return start * tensor.itemsize, (start + size) * tensor.itemsize
