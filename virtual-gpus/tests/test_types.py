@@ -11,10 +11,11 @@ import pytest
 SOURCE = Path(__file__).resolve().parents[1] / "src"
 PUBLIC = ["__init__.py", "__main__.py", "switch.py", "settings.py", "gpus.py", "memory_model.py", "timeline",
           "testing"]  # fmt: skip
-INNER = ["clock", "dispatch", "driver", "features/attention", "features/blas.py", "features/conv",
-         "features/data_parallel", "features/distributed", "features/recipes", "features/rnn",
-         "features/tensors", "figures", "machine.py", "memory", "operators.py", "patches", "placement",
-         "processes"]  # fmt: skip
+INNER = ["clock", "dispatch", "driver", "features/attention", "features/autocast.py", "features/blas.py",
+         "features/compile", "features/conv", "features/data_parallel", "features/distributed",
+         "features/profiler", "features/races.py", "features/recipes", "features/rnn",
+         "features/sharding.py", "features/streams", "features/tensors", "figures", "machine.py",
+         "memory", "operators.py", "patches", "placement", "processes"]  # fmt: skip
 
 RIGHT = """\
 import torch

@@ -44,7 +44,7 @@ _to = torch._C.TensorBase.to
 _exclude = torch._C._dispatch_tls_set_dispatch_key_excluded
 _include = torch._C._dispatch_tls_set_dispatch_key_included
 
-_cast_weights: dict[int, tuple[weakref.ref, torch.Tensor]] = {}  # of all threads, as in C++
+_cast_weights: dict[int, tuple[weakref.ref[torch.Tensor], torch.Tensor]] = {}  # of all threads, as in C++
 _Scaler = torch.amp.GradScaler
 _raw_set = torch.set_autocast_enabled
 _raw_clear = torch.clear_autocast_cache
@@ -66,13 +66,12 @@ LOWER_PRECISION = """
 """.split()  # fmt: skip
 
 FP32 = """
-    acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow.Tensor_Scalar
-    pow.Tensor_Tensor pow.Scalar softplus layer_norm native_layer_norm rms_norm group_norm frobenius_norm.dim
-    nuclear_norm nuclear_norm.dim cosine_similarity poisson_nll_loss cosine_embedding_loss nll_loss nll_loss2d
-    hinge_embedding_loss kl_div l1_loss smooth_l1_loss huber_loss mse_loss margin_ranking_loss
-    multilabel_margin_loss soft_margin_loss triplet_margin_loss multi_margin_loss
-    binary_cross_entropy_with_logits dist pdist cdist renorm logsumexp upsample_nearest1d
-    _upsample_nearest_exact1d upsample_nearest2d _upsample_nearest_exact2d upsample_nearest3d
+    acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow.Tensor_Scalar pow.Tensor_Tensor
+    pow.Scalar softplus layer_norm native_layer_norm rms_norm group_norm frobenius_norm.dim nuclear_norm
+    nuclear_norm.dim cosine_similarity poisson_nll_loss cosine_embedding_loss nll_loss nll_loss2d hinge_embedding_loss
+    kl_div l1_loss smooth_l1_loss huber_loss mse_loss margin_ranking_loss multilabel_margin_loss soft_margin_loss
+    triplet_margin_loss multi_margin_loss binary_cross_entropy_with_logits dist pdist cdist renorm logsumexp
+    upsample_nearest1d _upsample_nearest_exact1d upsample_nearest2d _upsample_nearest_exact2d upsample_nearest3d
     _upsample_nearest_exact3d upsample_linear1d upsample_bilinear2d _upsample_bilinear2d_aa upsample_trilinear3d
     upsample_bicubic2d _upsample_bicubic2d_aa linalg_matrix_sqrth
 """.split()  # fmt: skip
@@ -105,7 +104,8 @@ def is_eligible(value: object) -> bool:
 def is_on_gpu(tensor: torch.Tensor) -> bool:
     """True for a tensor on a virtual GPU that is on."""
     try:
-        gpu = tensor.untyped_storage()._record.gpu  # `gpu_of`, without its calls: this runs for every input
+        storage: Any = tensor.untyped_storage()  # `gpu_of`, without its calls: this runs for every input
+        gpu = storage._record.gpu
     except (NotImplementedError, RuntimeError):
         return gpu_of(tensor) is not None
     return gpu is not None and gpu.machine.on
@@ -142,9 +142,9 @@ def _cast_weight(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     if known is not None and known[0]() is weight:
         return known[1]
     with torch.enable_grad():
-        made = _to(weight, dtype)
-    _cast_weights[id(weight)] = (weakref.ref(weight), made)
-    return made
+        lowered = _to(weight, dtype)
+    _cast_weights[id(weight)] = (weakref.ref(weight), lowered)
+    return lowered
 
 
 def widest(values: Iterable[Any], dtype: torch.dtype) -> torch.dtype:
@@ -171,7 +171,7 @@ def _without_autocast(op: Callable[..., Any], args: Iterable[Any], kwargs: dict[
         _in_this_thread.casts = outer
 
 
-def _casting_to(dtype_for: Callable[[tuple, dict[str, Any]], torch.dtype]) -> Callable[..., Callable[..., Any]]:
+def _casting_to(dtype_for: Callable[[Any, dict[str, Any]], torch.dtype]) -> Callable[..., Callable[..., Any]]:
     """The policy that casts all inputs to `dtype_for(args, kwargs)`.
 
     From the last argument to the first, as compilers evaluate the arguments in C++: the order of the blocks.
@@ -308,23 +308,23 @@ def clear_autocast_cache() -> None:
 # ---- GradScaler with shapes_only -------------------------------------------------------------------------------------
 
 
-def _maybe_opt_step(self, optimizer: torch.optim.Optimizer, optimizer_state: dict[str, Any], *args: Any, **kwargs: Any):
+def _maybe_opt_step(self: _Scaler, optimizer: torch.optim.Optimizer, state: dict[str, Any], *args: Any, **kwargs: Any):
     """The step, unless a gradient overflowed."""
-    if not all(map(has_values, optimizer_state["found_inf_per_device"].values())):
+    if not all(map(has_values, state["found_inf_per_device"].values())):
         return optimizer.step(*args, **kwargs)
-    return _raw["_maybe_opt_step"](self, optimizer, optimizer_state, *args, **kwargs)
+    return _raw["_maybe_opt_step"](self, optimizer, state, *args, **kwargs)
 
 
-def get_scale(self) -> float:
+def get_scale(self: _Scaler) -> float:
     """The current scale."""
     return _raw["get_scale"](self) if _has_scale(self) else self._init_scale
 
 
-def _get_growth_tracker(self) -> int:
+def _get_growth_tracker(self: _Scaler) -> int:
     return _raw["_get_growth_tracker"](self) if _has_scale(self) else self._init_growth_tracker
 
 
-def _has_scale(scaler: torch.amp.GradScaler) -> bool:
+def _has_scale(scaler: _Scaler) -> bool:
     return not scaler.is_enabled() or scaler._scale is None or has_values(scaler._scale)
 
 

@@ -47,16 +47,16 @@ def forget() -> None:
 def set_stance(*args: Any, **kwargs: Any) -> Any:
     """The arguments are checked, and all stays eager, also after a `with` block of this stance."""
     run_eagerly()
-    made = _raw_set_stance(*args, **kwargs)
-    made.stance = made.prev
-    made.__enter__()
-    return made
+    stance: Any = _raw_set_stance(*args, **kwargs)
+    stance.stance = stance.prev
+    stance.__enter__()
+    return stance
 
 
 @functools.wraps(_raw_compile)
 def compile(*args: Any, **kwargs: Any) -> Any:
     """As PyTorch. Says once that nothing is compiled, where something would have been."""
-    made = _raw_compile(*args, **kwargs)
+    compiled = _raw_compile(*args, **kwargs)
     run_eagerly()
     backend = kwargs.get("backend", "inductor")
     is_pytorch_s = getattr(backend, "__module__", "").startswith("torch.")  # flex_attention compiles for itself
@@ -64,11 +64,11 @@ def compile(*args: Any, **kwargs: Any) -> Any:
         _say_once()
         machine = active()
         if machine is not None and machine.settings.compile == "modelled":
-            if isinstance(made, torch.nn.Module):
-                made.forward = _fused(made.forward)
+            if isinstance(compiled, torch.nn.Module):
+                compiled.forward = _fused(compiled.forward)
             elif args or "model" in kwargs:  # no decorator, which calls this function
-                made = _fused(made)
-    return made
+                compiled = _fused(compiled)
+    return compiled
 
 
 def _fused(function: Callable[..., Any]) -> Callable[..., Any]:

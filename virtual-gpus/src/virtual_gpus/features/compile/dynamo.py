@@ -8,6 +8,7 @@ is in `sys.modules` until more than the names below is asked for. Then the real 
 from __future__ import annotations
 
 import importlib
+import importlib.abc
 import importlib.machinery
 import os
 import sys
@@ -73,15 +74,12 @@ _stand_in = _StandIn(_NAME, graph_break=_graph_break, disable=_disable, utils=_u
                      __path__=[os.path.join(folder, "_dynamo") for folder in torch.__path__])  # fmt: skip
 
 
-class _Submodules:
+class _Submodules(importlib.abc.Loader):
     """Finds and loads the first submodule that is asked for: after the real package, which is what its import means."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
         if name.startswith(f"{_NAME}.") and sys.modules.get(_NAME) is _stand_in:
-            return importlib.machinery.ModuleSpec(name, self)  # type: ignore[arg-type]
-        return None
-
-    def create_module(self, spec: importlib.machinery.ModuleSpec) -> None:
+            return importlib.machinery.ModuleSpec(name, self)
         return None
 
     def exec_module(self, module: ModuleType) -> None:

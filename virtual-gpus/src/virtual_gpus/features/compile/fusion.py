@@ -50,11 +50,11 @@ class Fusion:
         self._charge(gpu, "fused", tensors, unwritten=True)
 
     def _charge(self, gpu: VirtualGPU, name: str, tensors: Iterable[torch.Tensor], unwritten: bool) -> None:
-        tensors, sizes = list(tensors), {}
+        tensors, sizes = list(tensors), dict[int, int]()  # by the id of the allocation
         for tensor in tensors:
-            allocation = allocation_of(tensor)
-            if (id(allocation) in self._unwritten) == unwritten:
-                sizes[id(allocation)] = nbytes(tensor)
+            key = id(allocation_of(tensor))
+            if (key in self._unwritten) == unwritten:
+                sizes[key] = nbytes(tensor)
         clock = gpu.machine.clock
         await_tensors(gpu, tensors)
         seconds = gpu.spec.seconds_to_move(sum(sizes.values()))

@@ -10,9 +10,9 @@ Both modules are often imported after the GPUs went on, so a finder waits for th
 from __future__ import annotations
 
 import functools
-import importlib.machinery
 import sys
 from collections.abc import Callable, Sequence
+from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any
 
@@ -42,15 +42,13 @@ def _no_cuda(module: ModuleType) -> Callable[..., Any]:
 class _Finder:
     """Finds the modules as Python would, and puts the patches in once one has been loaded."""
 
-    def find_spec(
-        self, name: str, path: Sequence[str] | None = None, target: Any = None
-    ) -> importlib.machinery.ModuleSpec | None:
+    def find_spec(self, name: str, path: Sequence[str] | None = None, target: Any = None) -> ModuleSpec | None:
         if name not in (_TRITON, _EXTENSIONS):
             return None
-        found = importlib.machinery.PathFinder.find_spec(name, path)
-        if found is not None and found.loader is not None:
-            vars(found.loader)["exec_module"] = _then_patch(found.loader.exec_module)
-        return found
+        spec = PathFinder.find_spec(name, path)
+        if spec is not None and spec.loader is not None:
+            vars(spec.loader)["exec_module"] = _then_patch(spec.loader.exec_module)
+        return spec
 
 
 _finder = _Finder()

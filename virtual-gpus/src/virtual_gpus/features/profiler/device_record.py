@@ -67,8 +67,8 @@ class DeviceRecord:
                     host.append_kernel(_name(span), index, (span.end - span.start) * 1e6)
         else:
             events = []
-        made = [self._event(number, index, span) for number, (index, span, _) in enumerate(self._visible(), 1)]
-        return sorted(events + made, key=lambda event: (event.time_range.start, -event.time_range.end))
+        of_gpus = [self._event(number, index, span) for number, (index, span, _) in enumerate(self._visible(), 1)]
+        return sorted(events + of_gpus, key=lambda event: (event.time_range.start, -event.time_range.end))
 
     def _event(self, number: int, gpu: int, span: Span) -> FunctionEvent:
         begin, end = ((moment - self._began) * 1e6 for moment in (span.start, span.end))

@@ -5,28 +5,28 @@ Hooks on the nodes change streams during the pass. A program that makes no node 
 
 from __future__ import annotations
 
-import collections
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 
 import torch
+from torch.autograd.graph import GradientEdge, Node
+from torch.utils.hooks import RemovableHandle
 
 from virtual_gpus.features.streams import streams
 from virtual_gpus.features.tensors import autograd
-from virtual_gpus.machine import VirtualGPU, active
+from virtual_gpus.machine import VirtualGPU, VirtualMachine, active
 from virtual_gpus.placement.storages import gpu_of
 
 
 @contextmanager
-def on_the_streams_of_forward(outputs) -> Iterator[None]:
-    """Within it, the engine runs the nodes behind `outputs` on their streams. At its end the caller's streams wait.
-
-    outputs: tensors or `GradientEdge`s, as the engine takes them.
-    """
-    if not streams.have_changed():
+def on_the_streams_of_forward(outputs: Iterable[torch.Tensor | GradientEdge]) -> Iterator[None]:
+    """Within it, the engine runs the nodes behind `outputs` on their streams. At its end the caller's streams wait."""
+    machine = active()
+    if machine is None or not streams.have_changed(machine):
         yield
         return
-    run = _Pass()
+    run = _Pass(machine)
     handles = [handle for node in _nodes(outputs) for handle in run.watch(node)]
     try:
         yield
@@ -36,9 +36,9 @@ def on_the_streams_of_forward(outputs) -> Iterator[None]:
             handle.remove()
 
 
-def _nodes(outputs) -> Iterator[torch.autograd.graph.Node]:
+def _nodes(outputs: Iterable[torch.Tensor | GradientEdge]) -> Iterator[Node]:
     waiting = [getattr(output, "grad_fn", None) or getattr(output, "node", None) for output in outputs]
-    seen = set()
+    seen: set[Node] = set()
     while waiting:
         node = waiting.pop()
         if node is not None and node not in seen:
@@ -50,14 +50,14 @@ def _nodes(outputs) -> Iterator[torch.autograd.graph.Node]:
 class _Pass:
     """One backward pass: the streams it has used, and for each node how long its inputs take on the modelled clock."""
 
-    def __init__(self):
-        self._ready: dict[torch.autograd.graph.Node, float] = {}
+    def __init__(self, machine: VirtualMachine):
+        self._machine, self._used = machine, set[streams.Stream]()
+        self._ready: dict[Node | None, float] = {}
         self._callers: dict[int, streams.Stream] = {}  # by the GPU's index: what was current before
-        self._used: set[streams.Stream] = set()
-        self._missing: collections.Counter[torch.autograd.graph.Node] = collections.Counter()  # gradients of its inputs
-        self._next: set[torch.autograd.graph.Node] = set()  # nothing is missing, and they have not run
+        self._missing: Counter[Node | None] = Counter()  # gradients of its inputs
+        self._next: set[Node] = set()  # nothing is missing, and they have not run
 
-    def watch(self, node: torch.autograd.graph.Node) -> list[torch.utils.hooks.RemovableHandle]:
+    def watch(self, node: Node) -> list[RemovableHandle]:
         """Hooks before and after a node. The node that adds up a leaf's gradient stays on the current stream."""
         number = node._sequence_nr()
         of_leaf = not node.next_functions
@@ -74,10 +74,10 @@ class _Pass:
                 self._used.add(stream)
                 stream._hold(self._ready.get(node, 0.0))
 
-        def after(_, gradients: tuple[torch.Tensor | None, ...]) -> None:
+        def after(_: object, gradients: tuple[torch.Tensor | None, ...]) -> None:
             marks = [streams.current_stream(gpu.index)._mark() for gpu in _gpus(gradients)]
             for following, _ in node.next_functions:
-                self._ready[following] = active().clock.latest([*marks, self._ready.get(following, 0.0)])
+                self._ready[following] = self._machine.clock.latest([*marks, self._ready.get(following, 0.0)])
                 self._missing[following] -= 1
                 if following is not None and not self._missing[following]:
                     self._next.add(following)
@@ -98,8 +98,8 @@ class _Pass:
 
 
 def _gpus(gradients: tuple[torch.Tensor | None, ...]) -> set[VirtualGPU]:
-    found = {gpu_of(gradient) for gradient in gradients if isinstance(gradient, torch.Tensor)}
-    return found - {None}
+    gpus = (gpu_of(gradient) for gradient in gradients if isinstance(gradient, torch.Tensor))
+    return {gpu for gpu in gpus if gpu is not None}
 
 
 def prepare() -> None:

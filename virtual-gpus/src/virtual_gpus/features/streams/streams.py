@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import bisect
 from collections import defaultdict
+from collections.abc import Callable
 from itertools import count
+from typing import Any
 
 import torch
 
@@ -17,7 +19,7 @@ from virtual_gpus import errors
 from virtual_gpus.clock.cost import FREE
 from virtual_gpus.features.cuda.devices import gpu_at
 from virtual_gpus.features.tensors.attributes import gpu_as_seen
-from virtual_gpus.machine import VirtualGPU, active
+from virtual_gpus.machine import VirtualGPU, VirtualMachine
 from virtual_gpus.patches.table import Patch, in_package
 from virtual_gpus.placement.storages import storages
 from virtual_gpus.threads import OfEachThread
@@ -25,14 +27,15 @@ from virtual_gpus.threads import OfEachThread
 _POOL = 32  # streams of a GPU and a priority, handed out in turn (c10/cuda/CUDAStream.cpp)
 _CUDA = 1  # c10::DeviceType::CUDA
 COSTS = dict.fromkeys(("record_stream", "record_grad_output_stream"), FREE)
-_raw_record_stream = torch._C.TensorBase.record_stream
+_raw_record_stream: Callable[..., None] = torch._C.TensorBase.record_stream
+_Device, _Id = torch.device | str | int | None, int | None
 
 
 class Stream:
     """A queue of work on one GPU. `Stream(device=None, priority=0)`; also a context manager, as torch.Stream is."""
 
     def __init__(
-        self, device=None, priority: int = 0, *, stream_id: int | None = None, device_index: int | None = None, **kwargs
+        self, device: _Device = None, priority: int = 0, *, stream_id: _Id = None, device_index: _Id = None, **_: Any
     ):
         self.device_index = gpu_at(device if device_index is None else device_index).index
         least, greatest = self.priority_range()
@@ -77,7 +80,7 @@ class Stream:
 
     def wait_event(self, event: Event) -> None:
         """Work given later waits for `event`, if it was recorded."""
-        if event._time is not None:
+        if event._stream is not None:
             self._hold(event._time)
 
     def _hold(self, until: float) -> None:
@@ -95,15 +98,14 @@ class Stream:
         return False
 
     def __enter__(self) -> Stream:
-        self._outer.append((current_stream(self.device_index), active().current))
-        active().current = self.device_index
+        self._outer.append((current_stream(self.device_index), self._gpu.machine.current))
         set_stream(self)
         return self
 
     def __exit__(self, *error: object) -> None:
         outer, index = self._outer.pop()
         set_stream(outer)
-        active().current = index
+        self._gpu.machine.current = index
 
     def __eq__(self, other: object) -> bool:
         same_gpu = isinstance(other, Stream) and self.device_index == other.device_index
@@ -132,14 +134,13 @@ def _streams_here(gpu: VirtualGPU) -> OfEachThread:
 class Event:
     """A mark in a stream. `Event(enable_timing=False, blocking=False, interprocess=False)`."""
 
-    def __init__(
-        self, device=None, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False, **kwargs
-    ):
+    # others: blocking, interprocess and external, which make no difference here
+    def __init__(self, device: _Device = None, enable_timing: bool = False, *others: bool, **by_name: bool):
         if isinstance(device, bool):  # torch.cuda.Event has no device argument: its first one is enable_timing
             device, enable_timing = None, device
         self.enable_timing = enable_timing
         self._stream: Stream | None = None
-        self._time: float | None = None  # modelled seconds at which the mark is passed
+        self._time = 0.0  # modelled seconds at which the mark is passed, if it was recorded
 
     @property
     def device(self) -> torch.device | None:
@@ -164,11 +165,11 @@ class Event:
 
     def query(self) -> bool:
         """True if all work before the mark is done, on the modelled clock."""
-        return self._time is None or _is_past(self._stream._gpu, self._time)
+        return self._stream is None or _is_past(self._stream._gpu, self._time)
 
     def synchronize(self) -> None:
         """The host waits for the mark."""
-        if self._time is not None:
+        if self._stream is not None:
             self._stream._gpu.machine.clock.notice(self._time)
 
     def elapsed_time(self, end_event: Event) -> float:
@@ -199,12 +200,12 @@ def _is_past(gpu: VirtualGPU, time: float) -> bool:
     return True
 
 
-def default_stream(device: torch.device | str | int | None = None) -> Stream:
+def default_stream(device: _Device = None) -> Stream:
     """The stream that everything runs on unless told otherwise (id 0)."""
     return Stream(gpu_at(device).index, stream_id=0)
 
 
-def current_stream(device: torch.device | str | int | None = None) -> Stream:
+def current_stream(device: _Device = None) -> Stream:
     """This thread's stream on a GPU."""
     gpu = gpu_at(device)
     return _streams_here(gpu).stream or default_stream(gpu.index)
@@ -213,8 +214,9 @@ def current_stream(device: torch.device | str | int | None = None) -> Stream:
 def set_stream(stream: Stream | None) -> None:
     """Make `stream` this thread's stream on its GPU, and that GPU the current one."""
     if stream is not None:
-        make_current(stream._gpu, stream)
-        active().current = stream.device_index
+        gpu = stream._gpu
+        make_current(gpu, stream)
+        gpu.machine.current = stream.device_index
 
 
 def make_current(gpu: VirtualGPU, stream: Stream) -> None:
@@ -233,15 +235,15 @@ def is_current_stream_capturing() -> bool:
     return False
 
 
-def record_stream(self, stream: Stream) -> None:
+def record_stream(self: torch.Tensor, stream: Stream) -> None:
     """Tell the allocator of a second stream: once freed, the block waits until that stream has come so far."""
-    if gpu_as_seen(self) is None:
-        _raw_record_stream(self, stream)
-        return
-    other = active().gpus[stream.device_index].slot, stream.stream_id
+    gpu = gpu_as_seen(self)
+    if gpu is None:
+        return _raw_record_stream(self, stream)
+    other = gpu.machine.gpus[stream.device_index].slot, stream.stream_id
     for storage in storages(self):
         storage._record.gpu.allocator.record_stream(storage._record.block, other)
-        active().follower.used_by(storage._record, *other)
+        gpu.machine.follower.used_by(storage._record, *other)
 
 
 # ---- which stream a node of autograd belongs to ---------------------------------------------------------------------
@@ -264,9 +266,9 @@ def _note(gpu: VirtualGPU) -> None:
         del changes[: _KEPT // 2]
 
 
-def have_changed() -> bool:
+def have_changed(machine: VirtualMachine) -> bool:
     """True if this thread may have made nodes on a stream other than the default one, or is on one now."""
-    return any(_streams_here(gpu).changes for gpu in active().slots)
+    return any(_streams_here(gpu).changes for gpu in machine.slots)
 
 
 def stream_of_node(gpu: VirtualGPU, number: int) -> Stream:
