@@ -87,7 +87,7 @@ class _Walk:
             function, arguments = self.corrected(value.func), self.corrected(value.args)
             self._correct_dict(value.keywords)
             if function is not value.func or arguments is not value.args:
-                value.__setstate__((function, arguments, value.keywords, vars(value)))
+                vars(kind)["__setstate__"](value, (function, arguments, value.keywords, vars(value)))
         elif not issubclass(kind, (FunctionType, type)) or value.__module__ not in self._modules:
             return
         elif kind is FunctionType:
