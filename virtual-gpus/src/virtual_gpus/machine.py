@@ -26,6 +26,8 @@ from virtual_gpus.processes.shared_memory import FOLDER, SharedMemoryRegistry
 from virtual_gpus.settings import Settings
 from virtual_gpus.threads import OfEachThread
 
+_CONTEXTS_THAT_FIT = 8  # at least, into a GPU's memory: one that a test makes small keeps room for tensors
+
 
 class VirtualGPU:
     """One GPU: its number among the visible GPUs (`index`), its number in the machine (`slot`), its spec and memory."""
@@ -57,7 +59,7 @@ class VirtualGPU:
         device = self.allocator.device
         if not device.context:
             self.machine.start_cuda()
-            context = min(self.spec.context, self.memory // 8)  # a GPU that a test makes small keeps room for tensors
+            context = min(self.spec.context, self.memory // _CONTEXTS_THAT_FIT)
             if not device.has_room(context):
                 raise errors.no_room_for_context()
             device.context = context
@@ -112,24 +114,24 @@ class VirtualMachine:
     @functools.cached_property
     def gpus(self) -> list[VirtualGPU]:
         """The visible GPUs, cuda:0 first. They are fixed when they are first used."""
-        found = self._visible()
-        for index, gpu in enumerate(found):
+        visible = self._visible()
+        for index, gpu in enumerate(visible):
             gpu.index = index
-        return found
+        return visible
 
     def _visible(self) -> list[VirtualGPU]:
         """The GPUs in CUDA_VISIBLE_DEVICES up to the first invalid entry, as CUDA reads it; all if it is not set."""
         text = os.environ.get("CUDA_VISIBLE_DEVICES")
         if text is None or not self.settings.honour_visible_devices:
             return self.slots
-        found: list[VirtualGPU] = []
+        visible: list[VirtualGPU] = []
         for entry in map(str.strip, text.split(",")):
             if not entry.isdigit() or int(entry) >= len(self.slots):
                 break
-            if self.slots[int(entry)] in found:  # CUDA shows no GPU at all when one is named twice
+            if self.slots[int(entry)] in visible:  # CUDA shows no GPU at all when one is named twice
                 return []
-            found.append(self.slots[int(entry)])
-        return found
+            visible.append(self.slots[int(entry)])
+        return visible
 
     def count_visible(self) -> int:
         """The number of visible GPUs. Asking for it does not count as first use, as on a real machine."""

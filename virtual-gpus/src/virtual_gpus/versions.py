@@ -31,8 +31,12 @@ CUDNN_LIMITS_BATCH_AND_HEADS: Version = (2, 13)  # to 65535
 ATTENTION_IN_THREE_DIMENSIONS: Version = (2, 14)  # gets a batch of one
 SHARED_HEADS: Version = (2, 14)  # the memory-efficient kernel shares keys among heads, and all kernels one key
 CUDNN_WIDE_HEADS: Version = (2, 15)  # of up to 256 numbers
-# Where torch was built without cuDNN: what the wheels of a version bring, as PyTorch counts it (91900 for 9.19.0).
+# The same file asks for cuDNN above these versions, as PyTorch counts them (91900 for 9.19.0).
+CUDNN_COMES_FIRST = 91500  # on Hopper and Blackwell
+CUDNN_HAS_WIDE_HEADS = 92200
+# Where torch was built without cuDNN or NCCL: what the wheels for Linux bring.
 CUDNN_OF_WHEELS: dict[Version, int] = {(2, 11): 91900, (2, 12): 92000, (2, 13): 92000, (2, 14): 92600, (2, 15): 92600}
+NCCL_OF_WHEELS = (2, 28, 9)  # of PyTorch 2.11
 
 # ---- what PyTorch's own Python code expects, by the installed version ------------------------------------------------
 

@@ -10,8 +10,7 @@ import torch
 from virtual_gpus import errors
 from virtual_gpus.features.cuda.devices import _lazy_init, gpu_at
 from virtual_gpus.patches.table import Patch, in_package
-
-_NCCL = (2, 28, 9)  # for a build without NCCL: that of PyTorch 2.11's wheels for Linux
+from virtual_gpus.versions import NCCL_OF_WHEELS
 
 
 class cudaError(int):
@@ -66,7 +65,7 @@ def _sleep(cycles: int) -> None:
 
 def version() -> tuple[int, ...]:
     """torch.cuda.nccl.version(): of the NCCL in this PyTorch. Nothing of it runs (`features.distributed`)."""
-    return _raw_version() if hasattr(torch._C, "_nccl_version") else _NCCL
+    return _raw_version() if hasattr(torch._C, "_nccl_version") else NCCL_OF_WHEELS
 
 
 _raw_version = torch.cuda.nccl.version

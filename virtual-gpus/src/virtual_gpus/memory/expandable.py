@@ -46,7 +46,7 @@ def _lowest_addresses(pool: BlockPool, size: int) -> Block | None:
 
 def _new_segment(device: DeviceMemory, pool: BlockPool, page: int) -> Block:
     """The addresses of a new segment, without memory."""
-    pages = -(-(device.capacity + device.capacity // 8) // page)
+    pages = -(-(device.capacity + device.capacity // 8) // page)  # 1 1/8 of the memory (CUDACachingAllocator.cpp)
     arena = device.add_segment(pages * page, pool, page)
     block = Block(arena.address, arena.size, pool, None, None, arena)
     block.state = UNMAPPED

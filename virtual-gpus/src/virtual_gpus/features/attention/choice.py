@@ -73,7 +73,7 @@ def choose(call: AttentionCall) -> int:
 def order(capability: tuple[int, int], version: Version = INSTALLED) -> list[int]:
     """The kernels in the order in which they are asked. cuDNN's comes first on Hopper and Blackwell."""
     wanted = torch._C._get_sdp_priority_order()
-    prefers_cudnn = capability[0] in (9, 10) and cudnn_version(version) > 91500
+    prefers_cudnn = capability[0] in (9, 10) and cudnn_version(version) > versions.CUDNN_COMES_FIRST
     if os.environ.get("TORCH_CUDNN_SDPA_DEPRIORITIZED") == "1" or wanted[:3] != _ORDER or not prefers_cudnn:
         return wanted
     return [CUDNN, *_ORDER]
@@ -165,7 +165,8 @@ def _cudnn_mask(call: AttentionCall) -> bool:
 def _cudnn_sizes(call: AttentionCall) -> bool:
     pair = width, value_width = call.query.shape[-1], call.value.shape[-1]
     wide = call.capability[0] in (9, 10)
-    newest = wide and call.version >= versions.CUDNN_WIDE_HEADS and cudnn_version(call.version) > 92200
+    may_be_wider = wide and call.version >= versions.CUDNN_WIDE_HEADS
+    newest = may_be_wider and cudnn_version(call.version) > versions.CUDNN_HAS_WIDE_HEADS
     limit = 256 if newest else 192 if wide and pair == (192, 128) else 128
     one_row = call.key.shape[-2] == 1 or (call.dropout and call.query.shape[-2] == 1)
     too_many = call.version >= versions.CUDNN_LIMITS_BATCH_AND_HEADS and max(call.query.shape[:2]) > 65535
