@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from virtual_gpus import errors
-from virtual_gpus.machine import VirtualMachine, active
+from virtual_gpus.machine import VirtualMachine, get_machine
 from virtual_gpus.memory.options import LARGE_SEGMENT, MIB, UNLIMITED, Options
 from virtual_gpus.patches.table import Patch
 
@@ -39,7 +39,7 @@ def parse(text: str, before: Options | None = None) -> Options:
     NotModelled for a key that is not modelled, and ValueError for a value that cannot be.
     """
     before = before or Options()
-    found = Options(expandable=before.expandable, fraction=before.fraction, text=text)
+    options = Options(expandable=before.expandable, fraction=before.fraction, text=text)
     for setting in filter(None, "".join(text.split()).split(",")):
         key, _, value = setting.partition(":")
         if key.startswith(_WITHOUT_EFFECT) or setting == "backend:native":
@@ -53,8 +53,8 @@ def parse(text: str, before: Options | None = None) -> Options:
             number = None
         if number is None or not is_possible(number):
             raise ValueError(f"The allocator setting {setting} has no value that PyTorch takes.")
-        found = replace(found, **{field: number})
-    return found
+        options = replace(options, **{field: number})
+    return options
 
 
 def from_environment() -> Options:
@@ -76,7 +76,7 @@ def _accelerator_setAllocatorSettings(settings: str) -> None:
 
     per_process_memory_fraction counts until the first touch of a GPU, as in PyTorch.
     """
-    machine = active()
+    machine = get_machine()
     options = parse(settings, _now(machine))
     if machine.options is None:
         machine.first_options = lambda: options
@@ -86,12 +86,12 @@ def _accelerator_setAllocatorSettings(settings: str) -> None:
 
 def _accelerator_getAllocatorSettings() -> str:
     """What was set last: by a call, or else in the environment."""
-    return _now(active()).text
+    return _now(get_machine()).text
 
 
-def described() -> dict:
+def described() -> dict[str, Any]:
     """The settings as a snapshot lists them (torch/csrc/cuda/Module.cpp), those that change figures."""
-    options = _now(active())
+    options = _now(get_machine())
     return {
         "PYTORCH_CUDA_ALLOC_CONF": options.text,
         "max_split_size": -1 if options.max_split == UNLIMITED else options.max_split,
@@ -102,7 +102,7 @@ def described() -> dict:
 
 def patches() -> list[Patch]:
     """See `features`. Builds without CUDA, and older versions, have not all of them."""
-    rows = [(torch._C, "_accelerator_setAllocatorSettings", _accelerator_setAllocatorSettings)]
+    rows: list[Patch] = [(torch._C, "_accelerator_setAllocatorSettings", _accelerator_setAllocatorSettings)]
     if hasattr(torch._C, "_accelerator_getAllocatorSettings"):
         rows.append((torch._C, "_accelerator_getAllocatorSettings", _accelerator_getAllocatorSettings))
     return rows

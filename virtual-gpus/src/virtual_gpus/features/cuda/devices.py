@@ -3,35 +3,39 @@
 from __future__ import annotations
 
 import uuid
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
+from torch.types import Device
 
 from virtual_gpus.dispatch.mode import enter_thread
-from virtual_gpus.machine import VirtualGPU, active, find_gpu
+from virtual_gpus.machine import VirtualGPU, find_gpu, get_machine
 from virtual_gpus.patches.table import Patch, in_package
 from virtual_gpus.placement.random_numbers import Generator, default_generator
 
 
-def gpu_at(device=None, initialize: bool = True) -> VirtualGPU:
+def gpu_at(device: Device = None, initialize: bool = True) -> VirtualGPU:
     """The GPU that an index, a name, a device or None (the current one) means. initialize: see `find_gpu`."""
     enter_thread()
-    index = None if device is None else torch.cuda._utils._get_device_index(device, optional=True)
-    return find_gpu(active(), torch.device("cuda", index), initialize)
+    machine = get_machine()
+    index = machine.current if device is None else torch.cuda._utils._get_device_index(device, optional=True)
+    return find_gpu(machine, torch.device("cuda", index), initialize)
 
 
 def is_available() -> bool:
     """True while at least one virtual GPU is visible."""
-    return bool(active().count_visible())
+    return bool(get_machine().count_visible())
 
 
 def device_count() -> int:
     """How many virtual GPUs are visible."""
-    return active().count_visible()
+    return get_machine().count_visible()
 
 
 def is_initialized() -> bool:
     """True once this process has used a GPU. Programs that choose a GPU by the rank ask this first."""
-    return active().is_initialized
+    return get_machine().is_initialized
 
 
 def _lazy_init() -> None:
@@ -42,7 +46,7 @@ def _lazy_init() -> None:
     gpu_at()
 
 
-def _lazy_call(callable, **kwargs) -> None:
+def _lazy_call(callable: Callable[[], object], **kwargs: Any) -> None:
     """Run what PyTorch puts off until CUDA is initialized (seeds): virtual GPUs are ready for it at any time."""
     callable()
 
@@ -50,24 +54,25 @@ def _lazy_call(callable, **kwargs) -> None:
 def current_device() -> int:
     """Index of this thread's current GPU."""
     _lazy_init()
-    return active().current
+    return get_machine().current
 
 
-def set_device(device) -> None:
+def set_device(device: Device) -> None:
     """Make a GPU this thread's current one."""
     enter_thread()
-    index = torch.cuda._utils._get_device_index(device)
+    index, machine = torch.cuda._utils._get_device_index(device), get_machine()
     if index >= 0:
-        active().current = find_gpu(active(), torch.device("cuda", index)).index
+        machine.current = find_gpu(machine, torch.device("cuda", index)).index
 
 
 def _exchange_device(device: int) -> int:
     """The beginning of `with torch.cuda.device`. It is not in the block yet: Ctrl-C leaves the GPU as it was."""
-    before = active().current
+    machine = get_machine()
+    before = machine.current
     try:
         set_device(device)
     except KeyboardInterrupt:
-        active().current = before
+        machine.current = before
         raise
     return before if device >= 0 else -1
 
@@ -81,7 +86,7 @@ def _maybe_exchange_device(device: int) -> int:
         raise
 
 
-def synchronize(device=None) -> None:
+def synchronize(device: Device = None) -> None:
     """The modelled host waits for all streams of a GPU. The numbers are there already."""
     gpu = gpu_at(device)
     clock = gpu.machine.clock
@@ -93,18 +98,14 @@ class DeviceProperties:
 
     def __init__(self, gpu: VirtualGPU):
         sheet = gpu.spec
-        self.name = sheet.name
+        self.name, self.total_memory = sheet.name, gpu.memory
         self.major, self.minor = sheet.capability
-        self.total_memory = gpu.memory
-        self.multi_processor_count = sheet.multi_processor_count
+        self.multi_processor_count, self.L2_cache_size = sheet.multi_processor_count, sheet.l2_bytes
         self.max_threads_per_multi_processor, self.max_threads_per_block = sheet.threads, 1024
-        self.regs_per_multiprocessor = sheet.registers
-        self.shared_memory_per_multiprocessor = sheet.shared_memory
+        self.regs_per_multiprocessor, self.shared_memory_per_multiprocessor = sheet.registers, sheet.shared_memory
         self.shared_memory_per_block, self.shared_memory_per_block_optin = 48 << 10, sheet.shared_memory_of_block
         self.clock_rate = round(sheet.core_clock / 1e3)  # in kHz
-        self.L2_cache_size = sheet.l2_bytes
-        self.warp_size = 32
-        self.is_integrated = self.is_multi_gpu_board = 0
+        self.warp_size, self.is_integrated, self.is_multi_gpu_board = 32, 0, 0
         self.uuid = uuid.UUID(gpu.uuid.removeprefix("GPU-"))
         self.pci_domain_id, self.pci_bus_id, self.pci_device_id = 0, gpu.slot + 1, 0
 
@@ -116,7 +117,7 @@ class DeviceProperties:
         )
 
 
-def get_device_properties(device=None) -> DeviceProperties:
+def get_device_properties(device: Device = None) -> DeviceProperties:
     """The data sheet of one GPU."""
     try:
         return DeviceProperties(gpu_at(device))
@@ -124,7 +125,7 @@ def get_device_properties(device=None) -> DeviceProperties:
         raise AssertionError("Invalid device id") from None  # torch.cuda's own words
 
 
-def can_device_access_peer(device, peer_device) -> bool:
+def can_device_access_peer(device: Device, peer_device: Device) -> bool:
     """True between two different GPUs: every link that is modelled carries peer copies."""
     return gpu_at(device) is not gpu_at(peer_device)
 
@@ -141,7 +142,7 @@ def is_tf32_supported() -> bool:
 
 def get_arch_list() -> list[str]:
     """The architectures that kernels were built for: the machine's own."""
-    return [f"sm_{a}{b}" for a, b in sorted({gpu.spec.capability for gpu in active().gpus})]
+    return [f"sm_{a}{b}" for a, b in sorted({gpu.spec.capability for gpu in get_machine().gpus})]
 
 
 def ipc_collect() -> None:
@@ -150,10 +151,10 @@ def ipc_collect() -> None:
 
 def _is_in_bad_fork() -> bool:
     """A forked process may use virtual GPUs, unless `refuse_forks` is set and its parent has used them."""
-    return active().is_in_bad_fork
+    return get_machine().is_in_bad_fork
 
 
-def utilization(device=None) -> int:
+def utilization(device: Device = None) -> int:
     """Percent of the last modelled second in which the GPU ran kernels; 0 once nothing came for a second.
 
     It also stands for torch.cuda.memory_usage, since all kernels read or write memory.
@@ -162,7 +163,7 @@ def utilization(device=None) -> int:
     return round(100 * gpu.machine.load(gpu))
 
 
-def device_memory_used(device=None) -> int:
+def device_memory_used(device: Device = None) -> int:
     """Bytes in use as the driver sees them: reserved memory and contexts, of all processes."""
     gpu = gpu_at(device, initialize=False)
     return gpu.memory - gpu.allocator.device.free_bytes
@@ -172,13 +173,13 @@ class DefaultGenerators:
     """torch.cuda.default_generators: one per visible GPU. PyTorch's own torch.cuda.random stands on them."""
 
     def __len__(self) -> int:
-        return len(active().gpus)
+        return len(get_machine().gpus)
 
     def __getitem__(self, index: int) -> Generator:
-        return default_generator(active().gpus[index])
+        return default_generator(get_machine().gpus[index])
 
-    def __iter__(self):
-        return (default_generator(gpu) for gpu in active().gpus)
+    def __iter__(self) -> Iterator[Generator]:
+        return (default_generator(gpu) for gpu in get_machine().gpus)
 
 
 def patches() -> list[Patch]:
@@ -186,8 +187,7 @@ def patches() -> list[Patch]:
                  synchronize, _exchange_device, _maybe_exchange_device, get_device_properties, can_device_access_peer,
                  is_bf16_supported, is_tf32_supported, get_arch_list, ipc_collect, _is_in_bad_fork, utilization,
                  device_memory_used)  # fmt: skip
-    others = {"init": _lazy_init, "memory_usage": utilization}
-    return in_package("torch.cuda", *functions, **others) + [
+    return in_package("torch.cuda", *functions, init=_lazy_init, memory_usage=utilization) + [
         (torch._C, "_cuda_setDevice", set_device),
         (torch, "Generator", Generator),
         (torch.cuda, "default_generators", DefaultGenerators()),

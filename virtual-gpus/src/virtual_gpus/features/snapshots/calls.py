@@ -7,7 +7,10 @@ it: `virtual_gpus.features.snapshots.history`.
 
 from __future__ import annotations
 
+import functools
 import time
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -16,7 +19,8 @@ from virtual_gpus.dispatch.mode import enter_thread
 from virtual_gpus.features.cuda.allocator_settings import described
 from virtual_gpus.features.snapshots import stacks
 from virtual_gpus.features.snapshots.history import ALL, ALLOC, NEVER, STATE, Entry, Recorder
-from virtual_gpus.machine import VirtualMachine, active
+from virtual_gpus.machine import VirtualGPU, VirtualMachine, get_machine
+from virtual_gpus.memory.allocator import OutOfMemory
 from virtual_gpus.patches.table import Patch
 from virtual_gpus.settings import INSTALLED
 from virtual_gpus.threads import seen
@@ -24,23 +28,26 @@ from virtual_gpus.versions import HOST_IN_SNAPSHOTS, POOLS_IN_HISTORY
 
 _CONTEXTS = {None: NEVER, "state": STATE, "alloc": ALLOC, "all": ALL}
 _DEFAULT_POOL = (0, 0)
+_Facts = dict[str, Any]  # a segment, a block or an event as PyTorch describes it
 
 
 # ---- recording -----------------------------------------------------------------------------------------------------
 
 
-def _cuda_record_memory_history(enabled, context, stacks, max_entries, clear=False, compiled=False, *others) -> None:
+def _cuda_record_memory_history(
+    enabled: str | None, context: str | None, stacks: str, max_entries: int, clear: bool = False, *others: object
+) -> None:
     """Behind `torch.cuda.memory._record_memory_history`. Stacks are Python's, whatever `stacks` says.
 
-    others: marks of record_function, actions to leave out, pinned memory of the host, whether CUDA's is recorded. Older
-    versions have fewer.
+    others: what was compiled, marks of record_function, actions to leave out, pinned memory of the host, whether CUDA's
+    is recorded. Older versions have fewer.
     """
     enter_thread()
-    if any(others[:3]) or False in others[3:]:
+    if any(others[1:4]) or False in others[4:]:
         raise errors.not_modelled("skip_actions, global_record_annotations and pinned memory of a memory history")
     if enabled not in (None, "state", "all") or context not in _CONTEXTS:
         raise RuntimeError("expected enabled and context to be 'state', 'all', or None; context also 'alloc'")
-    for recorder in _recorders(active()):
+    for recorder in _recorders(get_machine()):
         if enabled is None:
             recorder.stop()
         else:
@@ -51,12 +58,12 @@ def _cuda_record_memory_history_legacy(enabled: bool, *options: object) -> None:
     """The same for a call with True or False."""
     if enabled:
         raise errors.not_modelled('_record_memory_history(True) (an old way to say "all" or "state")')
-    stop(active())
+    stop(get_machine())
 
 
 def _cuda_isHistoryEnabled() -> bool:
     """True while the history is recorded."""
-    return any(recorder.context is not None for recorder in _recorders(active()))
+    return any(recorder.context is not None for recorder in _recorders(get_machine()))
 
 
 def _cuda_memoryMetadataSupported() -> bool:
@@ -67,7 +74,7 @@ def _cuda_memoryMetadataSupported() -> bool:
 # ---- the snapshot --------------------------------------------------------------------------------------------------
 
 
-def _cuda_memorySnapshot(request: tuple | None = None) -> dict:
+def _cuda_memorySnapshot(request: tuple[Any, ...] | None = None) -> _Facts:
     """Behind `torch.cuda.memory._snapshot` and `torch.cuda.memory_snapshot`.
 
     request: None, or the two numbers of a memory pool's id, and perhaps whether traces are wanted. (0, 0) means all
@@ -75,8 +82,9 @@ def _cuda_memorySnapshot(request: tuple | None = None) -> dict:
     """
     enter_thread()
     pool, with_traces = (_DEFAULT_POOL, True) if request is None else (tuple(request[:2]), request[2:] != (False,))
-    segments, traces = [], []
-    for recorder, gpu in zip(_recorders(active()), active().gpus, strict=True):
+    segments: list[tuple[Recorder, _Facts]] = []
+    traces: list[list[Entry]] = []
+    for recorder, gpu in zip(_recorders(get_machine()), get_machine().gpus, strict=True):
         of_gpu = gpu.allocator.snapshot(gpu.index)  # before the trace is read, so that all frees are in there
         traces.append(list(recorder.entries) if with_traces else [])
         segments += [(recorder, s) for s in of_gpu if pool in (_DEFAULT_POOL, s["segment_pool_id"])]
@@ -84,27 +92,27 @@ def _cuda_memorySnapshot(request: tuple | None = None) -> dict:
     return _as_dictionary(segments, traces)
 
 
-def _as_dictionary(segments, traces) -> dict:
+def _as_dictionary(segments: list[tuple[Recorder, _Facts]], traces: list[list[Entry]]) -> _Facts:
     origins = [(segment, recorder.segment_origin(segment["address"])) for recorder, segment in segments]
     origins += [
         (b, recorder.origin(b["address"])) for recorder, s in segments for b in s["blocks"] if b["requested_size"]
     ]
     frames = stacks.named([*(stack for _, stack in origins), *(entry.stack for trace in traces for entry in trace)])
-    for found, stack in origins:
-        found["frames"] = frames.get(id(stack), [])
+    for facts, stack in origins:
+        facts["frames"] = frames.get(id(stack), [])
     epoch = time.time_ns() - time.perf_counter_ns()
-    result = {
+    result: _Facts = {
         "segments": [segment for _, segment in segments],
         "device_traces": [[_event(entry, frames, epoch) for entry in trace] for trace in traces],
         "allocator_settings": described(),
         "external_annotations": [],
     }
-    return result | ({"host_segments": [], "host_traces": []} if INSTALLED >= HOST_IN_SNAPSHOTS else {})
+    return result | (dict[str, Any](host_segments=[], host_traces=[]) if INSTALLED >= HOST_IN_SNAPSHOTS else {})
 
 
-def _event(entry: Entry, frames: dict, epoch: int) -> dict:
+def _event(entry: Entry, frames: dict[int, list[stacks.Frame]], epoch: int) -> _Facts:
     """One event as PyTorch describes it. `epoch`: nanoseconds from perf_counter_ns to Unix time."""
-    event = {
+    event: _Facts = {
         "action": entry.action,
         "device_free" if entry.action == "oom" else "addr": entry.value,
         "size": entry.size,
@@ -123,20 +131,17 @@ def _event(entry: Entry, frames: dict, epoch: int) -> dict:
 # ---- out of memory -------------------------------------------------------------------------------------------------
 
 
-def _cuda_attach_out_of_memory_observer(observer) -> None:
+def _cuda_attach_out_of_memory_observer(observer: Callable[..., object]) -> None:
     """Call `observer(device, alloc_size, device_total, device_free)` (bytes) before each OutOfMemoryError is raised."""
     enter_thread()
-    for gpu in active().gpus:
-        gpu.allocator.oom_observers.append(_call_of(observer, gpu))
+    for gpu in get_machine().gpus:
+        gpu.allocator.oom_observers.append(functools.partial(_tell, observer, gpu))
 
 
-def _call_of(observer, gpu):
-    def call(error):
-        total = error.capacity if error.allowed is None else error.allowed
-        with seen():
-            observer(gpu.index, error.requested, total, error.free)
-
-    return call
+def _tell(observer: Callable[..., object], gpu: VirtualGPU, error: OutOfMemory) -> None:
+    total = error.capacity if error.allowed is None else error.allowed
+    with seen():
+        observer(gpu.index, error.requested, total, error.free)
 
 
 def _recorders(machine: VirtualMachine) -> list[Recorder]:

@@ -19,6 +19,7 @@ import sys
 import time
 from collections import deque
 from typing import NamedTuple
+from weakref import ref
 
 from virtual_gpus.features.snapshots import stacks
 from virtual_gpus.memory.allocator import CachingAllocator
@@ -42,7 +43,7 @@ class Live(NamedTuple):
 
     requested: int
     stream: int
-    owner: object
+    owner: ref[object] | None
     stack: object = None
 
 
@@ -53,11 +54,12 @@ class Recorder:
     """
 
     def __init__(self, allocator: CachingAllocator):
-        self._allocator, self._live_blocks, self._deaths = allocator, allocator.live_blocks, None
+        self._allocator, self._live_blocks = allocator, allocator.live_blocks
+        self._deaths: stacks.Deaths | None = None
         self.entries: deque[Entry] = deque()
         self._blocks: dict[int, Live] = {}
         self._waiting: dict[int, Live] = {}  # freed, but another stream still uses them
-        self._segments: dict[int, tuple] = {}  # address -> (stream, stack); no address is used for a second segment
+        self._segments: dict[int, tuple[int, object]] = {}  # address, never used twice -> (stream, stack)
         self.context: int | None = None
 
     def start(self, max_entries: int, context: int, clear: bool) -> None:
@@ -72,7 +74,7 @@ class Recorder:
 
     def _adopt(self) -> None:
         self._blocks = {
-            address: self._made(address) or Live(block.requested, block.pool.stream, block.owner)
+            address: self._recorded(address) or Live(block.requested, block.pool.stream, block.owner)
             for address, block in self._live_blocks.items()
         }
         for address, segment in self._allocator.device.segments.items():
@@ -107,10 +109,10 @@ class Recorder:
             self._watch(address, block.owner)
         self._add("alloc", address, block.requested, block.pool.stream, stack)
 
-    def _watch(self, address: int, owner) -> None:
-        thing = None if owner is None else owner()
-        if thing is not None:
-            self._deaths.watch(thing, address)
+    def _watch(self, address: int, owner: ref[object] | None) -> None:
+        holder = None if owner is None else owner()
+        if holder is not None and self._deaths is not None:
+            self._deaths.watch(holder, address)
 
     def _free(self, address: int, size: int) -> None:
         self._free_requested(address, size, ("free_requested", "free_completed"))
@@ -119,9 +121,9 @@ class Recorder:
         block = self._blocks.pop(address, None)
         if block is None:  # Ctrl-C cut short what would have told of its beginning
             return
-        now, stack = None, block.stack
+        now, stack = 0, block.stack
         if self._deaths is not None:
-            now, stack = self._deaths.of(address) or (None, stacks.take())
+            now, stack = self._deaths.of(address) or (0, stacks.take())
         for action in actions:
             self._add(action, address, block.requested, block.stream, stack, now)
         if "free_completed" not in actions:
@@ -148,35 +150,34 @@ class Recorder:
         self._add("segment_map", address, size, arena.pool.stream, stack)
 
     def _segment_unmap(self, address: int, size: int) -> None:
-        stream = self._allocator.segment_at(address).pool.stream
-        self._add("segment_unmap", address, size, stream, self._stack())
+        self._add("segment_unmap", address, size, self._allocator.segment_at(address).pool.stream, self._stack())
 
     def _oom(self, _: int, size: int) -> None:
         self._add("oom", self._allocator.device.free_bytes, size, 0, self._stack())
 
     def _stack(self) -> object:
-        return stacks.take() if self.context >= STATE else None
+        return stacks.take() if (self.context or NEVER) >= STATE else None
 
     def snapshot_taken(self, active: int) -> None:
         """Note that a snapshot was taken, which found `active` bytes in use."""
         if self.context is not None:
             self._add("snapshot", 0, active, 0)
 
-    def _add(self, action: str, value: int, size: int, stream: int, stack=None, now: int | None = None) -> None:
-        stack = stack if self.context >= ALLOC else None
+    def _add(self, action: str, value: int, size: int, stream: int, stack: object = None, now: int = 0) -> None:
+        stack = stack if (self.context or NEVER) >= ALLOC else None
         self.entries.append(Entry(action, value, size, stream, now or time.perf_counter_ns(), stack))
 
     # ---- what is known of what is in use
 
-    def _made(self, address: int) -> Live | None:
+    def _recorded(self, address: int) -> Live | None:
         """What is known of the block in use at `address`, unless another has taken its place since recording ended."""
-        known, block = self._blocks.get(address), self._live_blocks.get(address)
-        return known if known is not None and block is not None and known.owner is block.owner else None
+        live, block = self._blocks.get(address), self._live_blocks.get(address)
+        return live if live is not None and block is not None and live.owner is block.owner else None
 
     def origin(self, address: int) -> object:
         """The stack of the allocation of the block in use at `address`, or None."""
-        known = self._made(address)
-        return None if known is None else known.stack
+        live = self._recorded(address)
+        return None if live is None else live.stack
 
     def segment_origin(self, address: int) -> object:
         """The stack of the allocation that took the segment at `address` from the GPU, or None."""

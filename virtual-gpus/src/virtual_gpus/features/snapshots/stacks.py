@@ -15,11 +15,14 @@ import weakref
 from collections import deque
 from collections.abc import Iterable
 from itertools import repeat
+from typing import Any
 
 import torch
 
 from virtual_gpus.memory.allocator import Owner
 
+Frame = dict[str, Any]  # "name", "filename", "line"
+Moment = tuple[int, object]  # nanoseconds, stack
 _HERE = str(pathlib.Path(__file__).parents[2]) + os.sep  # the package
 _gather = torch._C._profiler.gather_traceback
 # What lies between two frames of this package belongs to it as well: how it calls operators and its own contexts.
@@ -36,9 +39,9 @@ def _is_ours(filename: str) -> bool:
     return filename.startswith(_HERE)
 
 
-def _of_the_program(frames: list[dict]) -> list[dict]:
+def _of_the_program(frames: list[Frame]) -> list[Frame]:
     """The frames without those of this package, and without what lies between two of those."""
-    kept: list[dict] = []
+    kept: list[Frame] = []
     since_ours = None  # the length of `kept` after the last frame of ours, while only _BETWEEN came since
     for frame in frames:
         if _is_ours(frame["filename"]):
@@ -52,16 +55,16 @@ def _of_the_program(frames: list[dict]) -> list[dict]:
     return kept
 
 
-def named(stacks: Iterable[object]) -> dict[int, list[dict]]:
-    """For each stack of an iterable, by its id: its frames as {"name", "filename", "line"}, innermost first.
+def named(stacks: Iterable[object]) -> dict[int, list[Frame]]:
+    """For each stack of an iterable, by its id: its frames, innermost first.
 
     Equal frames and equal stacks are the same objects, which keeps a pickle of many of them small.
     """
     distinct = {id(stack): stack for stack in stacks if stack is not None}
-    frames_seen: dict[tuple, dict] = {}
-    stacks_seen: dict[tuple, list[dict]] = {}
+    frames_seen: dict[tuple[Any, ...], Frame] = {}
+    stacks_seen: dict[tuple[int, ...], list[Frame]] = {}
 
-    def shared(frames):
+    def shared(frames: list[Frame]) -> list[Frame]:
         frames = [frames_seen.setdefault(tuple(frame.values()), frame) for frame in _of_the_program(frames)]
         return stacks_seen.setdefault(tuple(map(id, frames)), frames)
 
@@ -69,7 +72,7 @@ def named(stacks: Iterable[object]) -> dict[int, list[dict]]:
     return {key: shared(frames) for key, frames in zip(distinct, symbolized, strict=True)}
 
 
-def _symbolized(stacks: list) -> list[list[dict]]:
+def _symbolized(stacks: list[Any]) -> list[list[Frame]]:
     """The frames of each stack.
 
     PyTorch asks its compiler about code that it made. If nothing was compiled, that would first import the compiler,
@@ -77,7 +80,7 @@ def _symbolized(stacks: list) -> list[list[dict]]:
     """
     if "_inductor" in vars(torch):
         return torch._C._profiler.symbolize_tracebacks(stacks)
-    torch._inductor = none = object()
+    vars(torch)["_inductor"] = none = object()
     try:
         return torch._C._profiler.symbolize_tracebacks(stacks)
     finally:
@@ -93,27 +96,27 @@ class Deaths:
     """
 
     def __init__(self):
-        self._notes: deque = deque()
-        self._moment: tuple | None = None
-        self._found: dict[int, tuple | None] = {}
-        self._watched: dict[int, tuple] = {}
+        self._notes: deque[Moment | Owner] = deque()
+        self._last: Moment | None = None
+        self._moments: dict[int, Moment | None] = {}  # by address
+        self._watched: dict[int, tuple[Owner, weakref.ref[object]]] = {}
         gathered = map(_gather, repeat(True), repeat(True), repeat(False))
         moments = zip(iter(time.perf_counter_ns, None), gathered, strict=False)
         self._note_moment = functools.partial(next, map(self._notes.append, moments))
 
-    def watch(self, thing: object, address: int) -> None:
-        """Note the death of `thing`, whose block is at `address`. Forgets who was watched under that address."""
-        mark = Owner(thing, self._notes.append)
+    def watch(self, holder: object, address: int) -> None:
+        """Note the death of `holder`, whose block is at `address`. Forgets who was watched under that address."""
+        mark = Owner(holder, self._notes.append)
         mark.address = address
-        self._watched[address] = mark, weakref.ref(thing, self._note_moment)
+        self._watched[address] = mark, weakref.ref(holder, self._note_moment)
 
-    def of(self, address: int) -> tuple | None:
-        """(nanoseconds, stack) of the death that freed the block at `address`, once; None when nothing died."""
+    def of(self, address: int) -> Moment | None:
+        """The moment of the death that freed the block at `address`, once; None when nothing died."""
         while self._notes:
             note = self._notes.popleft()
             if isinstance(note, tuple):
-                self._moment = note
+                self._last = note
             else:
-                self._found[note.address] = self._moment
+                self._moments[note.address] = self._last
         self._watched.pop(address, None)
-        return self._found.pop(address, None)
+        return self._moments.pop(address, None)
