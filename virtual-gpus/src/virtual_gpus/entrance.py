@@ -22,18 +22,19 @@ import typing_extensions
 from virtual_gpus.memory.allocator import OutOfMemory, oom_message
 
 _HERE = str(pathlib.Path(__file__).parent)
-_P, _R = ParamSpec("_P"), TypeVar("_R")
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
 
 def entrance(function: Callable[_P, _R]) -> Callable[_P, _R]:
     """Decorate a function that is called from outside. Turns the allocator's OutOfMemory into PyTorch's error."""
 
     @functools.wraps(function)
-    def entered(*args, **kwargs):
+    def entered(*args: _P.args, **kwargs: _P.kwargs) -> _R:
         try:
             return function(*args, **kwargs)
         except BaseException as error:
-            args = kwargs = None
+            del args, kwargs
             text = seen_from_outside(error)
             if text is None:
                 raise
@@ -52,7 +53,7 @@ def seen_from_outside(error: BaseException) -> str | None:
     if not isinstance(error, OutOfMemory):
         error.__traceback__ = _beyond_this_package(error.__traceback__)
         return None
-    text = oom_message(error, error.gpu.index)
+    text = oom_message(error, vars(error)["gpu"].index)  # see `VirtualGPU.allocate`
     error.__traceback__ = error.__context__ = None  # they hold the frames, and those the tensors
     return text
 
@@ -79,7 +80,7 @@ def calling_frame() -> FrameType:
     The search goes up the stack, so that no function needs to know its depth. Do not keep the frame. In a thread of
     C++, which no Python code called, it is the frame of the entrance itself.
     """
-    frame = sys._getframe()
+    frame: Any = sys._getframe()
     while frame.f_code is not ENTERED and frame.f_code is not _dispatch:
         frame = frame.f_back
     return frame.f_back or frame

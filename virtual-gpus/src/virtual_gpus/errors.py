@@ -79,9 +79,9 @@ def cuda_error(what: str, hint: str) -> Exception:
     )
 
 
-def wrong_generator(wanted: str, found: str) -> RuntimeError:
+def wrong_generator(wanted: str, given: str) -> RuntimeError:
     """A CPU generator for a GPU tensor or the reverse (aten/src/ATen/core/Generator.h)."""
-    return RuntimeError(f"Expected a '{wanted}' device type for generator but found '{found}'")
+    return RuntimeError(f"Expected a '{wanted}' device type for generator but found '{given}'")
 
 
 class NeedsValues(RuntimeError):
@@ -139,10 +139,10 @@ def _method(name: str) -> str:
     return f"wrapper_CUDA_{overload}_{base}"
 
 
-def argument_elsewhere(name: str, argument: str, found: torch.device, common: torch.device) -> RuntimeError:
+def argument_elsewhere(name: str, argument: str, device: torch.device, common: torch.device) -> RuntimeError:
     """The generated check's error (c10/core/impl's common_device_check_failure)."""
     return RuntimeError(
-        f"Expected all tensors to be on the same device, but got {argument} is on {found}, "
+        f"Expected all tensors to be on the same device, but got {argument} is on {device}, "
         f"different from other tensors on {common} (when checking argument in method {_method(name)})"
     )
 

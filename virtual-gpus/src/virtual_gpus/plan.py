@@ -163,7 +163,7 @@ def _try(arguments: list[str], options: argparse.Namespace, number: int) -> dict
 
 def _without(arguments: list[str], name: str) -> list[str]:
     """Without an option and its value, "--name value" or "--name=value"."""
-    kept = [each for each in arguments if not each.startswith(f"{name}=")]
+    kept = [argument for argument in arguments if not argument.startswith(f"{name}=")]
     if name in kept:
         index = kept.index(name)
         del kept[index : index + 2]
@@ -173,14 +173,14 @@ def _without(arguments: list[str], name: str) -> list[str]:
 def run(program: Callable[[], None], options: argparse.Namespace) -> None:
     """Run the program, print its report and the verdict, and exit with its code."""
     error: BaseException | None = None
-    try:
-        with record_training() as recorded:
+    with record_training() as recorded:
+        try:
             program()
-    except SystemExit as left:
-        error = None if left.code in (None, 0) else left
-    except BaseException as raised:  # KeyboardInterrupt too: a verdict comes last in any case
-        error = raised
-        traceback.print_exception(raised)
+        except SystemExit as left:
+            error = None if left.code in (None, 0) else left
+        except BaseException as raised:  # KeyboardInterrupt too: a verdict comes last in any case
+            error = raised
+            traceback.print_exception(raised)
     report = recorded.report(tokens=options.tokens, samples=options.samples)
     verdict = judge(report, error, options.limit)
     sys.stderr.flush()

@@ -9,6 +9,7 @@ import importlib.util
 import json
 import os
 import sys
+import types
 
 _HERE = os.path.dirname(os.path.abspath(__file__))
 _PACKAGE = os.path.dirname(_HERE)
@@ -28,6 +29,7 @@ def _import_package() -> None:
         spec = importlib.util.spec_from_file_location(
             "virtual_gpus", os.path.join(_PACKAGE, "__init__.py"), submodule_search_locations=[_PACKAGE]
         )
+        assert spec is not None and spec.loader is not None
         sys.modules["virtual_gpus"] = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(sys.modules["virtual_gpus"])
 
@@ -40,6 +42,7 @@ def _passing_over_torch():
 
 
 def _switch_on() -> None:
+    assert _facts is not None
     # While the package itself imports torch, the program switches GPUs on, or multiprocessing does, which begins with
     # unpickling a name in `patches`.
     ours = [module for name, module in sys.modules.copy().items() if name.startswith("virtual_gpus.")]
@@ -56,7 +59,7 @@ class _AfterTorch:
     def __init__(self):
         self._searching = self._is_done = False
 
-    def find_spec(self, name, path=None, target=None):
+    def find_spec(self, name: str, path: object = None, target: object = None) -> importlib.machinery.ModuleSpec | None:
         if self._searching or name != "torch" or self._is_done:
             return None
         self._searching = True  # by the other finders
@@ -67,15 +70,15 @@ class _AfterTorch:
         if spec is not None and spec.loader is not None:
             run = spec.loader.exec_module
 
-            def exec_module(module):  # a spec may also be asked for without an import, to see whether there is a module
-                del spec.loader.exec_module
+            def exec_module(module: types.ModuleType) -> None:  # specs are asked for without an import too
+                del vars(spec.loader)["exec_module"]
                 with _passing_over_torch():
                     run(module)
                     if not self._is_done:
                         self._is_done = True
                         _switch_on()
 
-            spec.loader.exec_module = exec_module
+            vars(spec.loader)["exec_module"] = exec_module
         return spec
 
 

@@ -45,7 +45,7 @@ from virtual_gpus.placement import creation_sites
 from virtual_gpus.timeline import peak
 
 MODULES: list[ModuleType] = [
-    importlib.import_module(found.name) for found in pkgutil.walk_packages(__path__, f"{__name__}.")
+    importlib.import_module(module.name) for module in pkgutil.walk_packages(__path__, f"{__name__}.")
 ]
 
 
@@ -79,10 +79,10 @@ def patches() -> list[table.Patch]:
 
 def start(machine: VirtualMachine) -> None:
     """The GPUs of a machine are about to go on. Raises ValueError for a setting whose feature is not there."""
-    there = {module.__name__ for module in MODULES}
+    names = {module.__name__ for module in MODULES}
     for field in dataclasses.fields(machine.settings):
         feature, value = field.metadata["feature"], getattr(machine.settings, field.name)
-        if feature is not None and value != field.default and f"{__name__}.{feature}" not in there:
+        if feature is not None and value != field.default and f"{__name__}.{feature}" not in names:
             raise ValueError(f"{field.name}={value!r} needs the feature {feature!r}, which is not in {__path__[0]}.")
     for start in _offered("start"):
         start(machine)

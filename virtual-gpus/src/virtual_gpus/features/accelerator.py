@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import functools
+from types import ModuleType
 
 import torch
+from torch.types import Device
 
 from virtual_gpus.features.cuda import devices as cuda
 from virtual_gpus.features.cuda import memory_figures
 from virtual_gpus.features.streams import streams
-from virtual_gpus.machine import active
+from virtual_gpus.machine import get_machine
 from virtual_gpus.patches.table import Patch, in_package
 
+_raw_get_device_module = torch.get_device_module
 _SAME = {
     "current_device_index": cuda.current_device,
     "current_device_idx": cuda.current_device,
@@ -29,28 +32,25 @@ _SAME = {
 
 def current_accelerator(check_available: bool = False) -> torch.device | None:
     """The kind of accelerator: cuda."""
-    return torch.device("cuda") if active().gpus or not check_available else None
+    return torch.device("cuda") if get_machine().gpus or not check_available else None
 
 
 def empty_host_cache() -> None:
     """Pinned memory is not kept, so there is nothing to give back."""
 
 
-def memory_stats(device_index: torch.device | str | int | None = None, /) -> dict[str, int]:
+def memory_stats(device_index: Device = None, /) -> dict[str, int]:
     """See torch.cuda.memory_stats, which is PyTorch's own function and so cannot stand for another one."""
     return torch.cuda.memory_stats(device_index)
 
 
 def _get_accelerator(check: bool | None = None) -> torch.device:
     """What C++ answers: the accelerator of this build, or of this machine with `check`; cpu where there is none."""
-    return torch.device("cuda" if active().gpus or not check else "cpu")
-
-
-_raw_get_device_module = torch.get_device_module
+    return torch.device("cuda" if get_machine().gpus or not check else "cpu")
 
 
 @functools.wraps(_raw_get_device_module)
-def get_device_module(device: torch.device | str | int | None = None):
+def get_device_module(device: torch.device | str | None = None) -> ModuleType:
     """torch.cuda, unless another device is named."""
     return torch.cuda if device is None else _raw_get_device_module(device)
 

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from virtual_gpus.driver.nvidia_smi import GPUView, query_gpus
-from virtual_gpus.machine import VirtualGPU, active
+from virtual_gpus.machine import VirtualGPU, get_machine
 from virtual_gpus.patches.table import Patch
 
 
@@ -19,35 +19,28 @@ def _view(gpu: VirtualGPU) -> GPUView:
 class _NvidiaSmi:
     """What GPUtil starts in place of the program nvidia-smi. GPUtil itself reads the answer."""
 
-    def __init__(self, command: Sequence[str], **_):
+    def __init__(self, command: Sequence[str], **others: object):
         _, query, form = command
         self._names, self._form = (option.partition("=")[2].split(",") for option in (query, form))
 
     def communicate(self) -> tuple[bytes, None]:
-        gpus = [_view(gpu) for gpu in active().slots]  # hidden ones too
+        gpus = [_view(gpu) for gpu in get_machine().slots]  # hidden ones too
         lines = query_gpus(gpus, self._names, self._form)
         return "".join(line + os.linesep for line in lines).encode(), None
 
 
-def _of_gputil() -> list[Patch]:
-    """No rows without GPUtil."""
-    try:
-        import GPUtil.GPUtil as module
-    except ImportError:  # GPUtil 1.4.0 needs setuptools from Python 3.12 on
-        return []
-    return [(module, "Popen", _NvidiaSmi)]
-
-
-def _of_pynvml() -> list[Patch]:
-    """NVML would tell of the machine's real GPUs, or of none: programs hear that there is no such library."""
-    module = sys.modules.get("pynvml")
-    return [(module, "nvmlInitWithFlags", _no_library)] if hasattr(module, "nvmlInitWithFlags") else []
-
-
 def _no_library(flags: int) -> None:
+    """NVML would tell of the machine's real GPUs, or of none: programs hear that there is no such library."""
     nvml = sys.modules["pynvml"]
     raise nvml.NVMLError(nvml.NVML_ERROR_LIBRARY_NOT_FOUND)
 
 
 def patches() -> list[Patch]:
-    return _of_gputil() + _of_pynvml()
+    """See `features`. No rows without these libraries."""
+    nvml = sys.modules.get("pynvml")
+    rows: list[Patch] = [(nvml, "nvmlInitWithFlags", _no_library)] if hasattr(nvml, "nvmlInitWithFlags") else []
+    try:
+        import GPUtil.GPUtil as gputil
+    except ImportError:  # GPUtil 1.4.0 needs setuptools from Python 3.12 on
+        return rows
+    return [*rows, (gputil, "Popen", _NvidiaSmi)]

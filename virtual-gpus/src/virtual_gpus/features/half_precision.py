@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from operator import methodcaller
 from typing import Any
 
 import torch
@@ -28,8 +29,7 @@ def slow_types() -> tuple[torch.dtype, ...]:
 
 def convolution(func: torch._ops.OpOverload) -> Callable[..., Any] | None:
     """What computes in float32 where half precision is slow. None for other CPUs, and for `out=`."""
-    slow = slow_types()
-    return functools.partial(_widened, func._op, slow) if slow and not func._schema.overload_name else None
+    return functools.partial(_widened, func._op) if slow_types() and not func._schema.overload_name else None
 
 
 def product(func: torch._ops.OpOverload) -> Callable[..., Any] | None:
@@ -41,22 +41,25 @@ def product(func: torch._ops.OpOverload) -> Callable[..., Any] | None:
 
 def _attention(func: torch._ops.OpOverload) -> Callable[..., Any] | None:
     """The same for the CPU's fused attention, which torch.func's transforms come to."""
-    return functools.partial(_widened, func._op, slow_types(), rounds=1) if slow_types() else None
+    return functools.partial(_widened, func._op, rounds=1) if slow_types() else None
 
 
-def _widened(kernel: Callable, slow: tuple[torch.dtype, ...], *args: Any, rounds: int | None = None, **options: Any):
+def _wide(argument: Any, dtype: torch.dtype) -> Any:
+    return argument.float() if isinstance(argument, torch.Tensor) and argument.dtype is dtype else argument
+
+
+def _widened(kernel: Callable[..., Any], *args: Any, rounds: int | None = None, **options: Any) -> Any:
     """Compute in float32 and round once, as a GPU does, whose sums of half precision are in float32.
 
     rounds: so many of the results are rounded; the others are in float32 on any CPU. None: all.
     """
     dtype = args[0].dtype
-    if dtype not in slow or args[0].is_meta:
+    if dtype not in slow_types() or args[0].is_meta:
         return kernel(*args, **options)
-    args, options = tree_map_only(torch.Tensor, lambda t: t.float() if t.dtype is dtype else t, (args, options))
-    result = kernel(*args, **options)
+    result = kernel(*(_wide(arg, dtype) for arg in args), **{name: _wide(arg, dtype) for name, arg in options.items()})
     if rounds is not None:
         return *(part.to(dtype) for part in result[:rounds]), *result[rounds:]
-    return tree_map_only(torch.Tensor, lambda part: part.to(dtype), result)
+    return tree_map_only(torch.Tensor, methodcaller("to", dtype), result)
 
 
 def _in_another_dtype(product: Callable[..., torch.Tensor], *args: Any, **options: Any) -> torch.Tensor:

@@ -6,6 +6,7 @@ import sys
 from math import ceil, prod
 
 import torch
+from torch.utils._foreach_utils import Indices, TensorListList
 
 from virtual_gpus.clock.cost import FITTED, OperatorClass, bytes_of
 from virtual_gpus.clock.work import Cost, Operation, added_on_host
@@ -15,15 +16,16 @@ from virtual_gpus.placement.storages import device_of
 _CHUNK, _CHUNKS = 65536, 320  # elements, and chunks of a launch (aten/src/ATen/native/cuda/MultiTensorApply.cuh)
 _TENSOR = added_on_host("tensor")
 _raw_group = torch.utils._foreach_utils._group_tensors_by_device_and_dtype
+_Groups = dict[tuple[torch.device, torch.dtype], tuple[TensorListList, Indices]]
 
 
-def _group_tensors_by_device_and_dtype(tensorlistlist, with_indices: bool = False):
+def _group_tensors_by_device_and_dtype(tensorlistlist: TensorListList, with_indices: bool = False) -> _Groups:
     """PyTorch's grouping, split by virtual GPU: for C++, all tensors are on one CPU."""
-    groups = {}
+    groups: _Groups = {}
     for (_, dtype), (lists, indices) in _raw_group(tensorlistlist, True).items():
         for row, leader in enumerate(lists[0]):
-            key = (device_of(leader), dtype)
-            columns, numbers = groups.setdefault(key, ([[] for _ in lists], []))
+            assert leader is not None  # only the further lists may have gaps
+            columns, numbers = groups.setdefault((device_of(leader), dtype), ([[] for _ in lists], []))
             for column, whole in zip(columns, lists, strict=False):
                 if whole:
                     column.append(whole[row])

@@ -174,7 +174,7 @@ class _History:
     def __init__(self, allocation: StorageAllocation, forget: Callable[[Any], None]):
         self.owner = weakref.ref(allocation, forget)
         block = allocation.block
-        self.slot, self.stream = allocation.gpu.slot, 0 if block.pool is None else block.pool.stream
+        self.slot, self.stream = allocation.gpu.slot, block.pool.stream
         self.address, self.size = block.address, block.size
         self.accesses: list[_Access] = []
         self.waited_for: set[Place] = set()  # streams of `record_stream`, for which the allocator waits

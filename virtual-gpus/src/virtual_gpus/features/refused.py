@@ -59,14 +59,10 @@ def _refuse(owner: object, name: str, path: str) -> Patch:
     ask isinstance; only making one is refused, of subclasses too."""
     original, refused = vars(owner)[name], errors.refusing(path, _INSTEAD.get(name, ""))
     if isinstance(original, type):
-        return _refuse_instances(original, refused)
+        # Bases of a CPU build are dummies whose __new__, in Python, raises something obscure before any __init__ runs.
+        maker = next((base for base in original.__mro__ if isinstance(vars(base).get("__new__"), staticmethod)), None)
+        return (original, "__init__", refused) if maker is None else (maker, "__new__", staticmethod(refused))
     return owner, name, functools.update_wrapper(refused, original)
-
-
-def _refuse_instances(kind: type, refused: Callable[..., Any]) -> Patch:
-    # The bases of a CPU build are dummies whose __new__, in Python, raises something obscure before any __init__ runs.
-    made_by = next((base for base in kind.__mro__ if isinstance(vars(base).get("__new__"), staticmethod)), None)
-    return (kind, "__init__", refused) if made_by is None else (made_by, "__new__", staticmethod(refused))
 
 
 _NESTED = ("nested_tensor", "as_nested_tensor", "nested_tensor_from_jagged", "narrow")

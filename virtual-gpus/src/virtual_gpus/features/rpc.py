@@ -25,41 +25,41 @@ def _refuse(values: Sequence[Any]) -> None:
         raise errors.not_modelled("sending a GPU tensor by torch.distributed.rpc (send x.cpu() instead)")
 
 
-def _sending(function: Callable, *args: Any, **kwargs: Any) -> Any:
+def _sending(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """A function of C++ that sends the tensors among its arguments, after a look at them."""
     _refuse((*args, *kwargs.values()))
     return function(*args, **kwargs)
 
 
-def _without_devices(function: Callable, self, *args: Any, **kwargs: Any) -> Any:
+def _without_devices(function: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
     """A method of `TensorPipeRpcBackendOptions`: an agent that knows GPUs would look for CUDA's driver in C++."""
     if args or kwargs.get("device_maps") or kwargs.get("devices"):
         raise errors.not_modelled("device maps of torch.distributed.rpc (send x.cpu() instead)")
     return function(self, *args, **kwargs)
 
 
-def _serialize(function: Callable, self, obj: Any) -> tuple[bytes, list[torch.Tensor]]:
+def _serialize(function: Callable[..., Any], self: Any, obj: Any) -> tuple[bytes, list[torch.Tensor]]:
     data, tensors = function(self, obj)
     _refuse(tensors)
     return data, tensors
 
 
-def _calling_back(function: Callable, self, callback: Callable) -> Any:
+def _calling_back(function: Callable[..., Any], self: Any, callback: Callable[..., Any]) -> Any:
     """`then` and `add_done_callback` of a future: the thread that completes it calls the function."""
     return function(self, in_mode(callback))
 
 
-def _get_gradients(function: Callable, context_id: int) -> dict[torch.Tensor, torch.Tensor]:
+def _get_gradients(function: Callable[..., Any], context_id: int) -> dict[torch.Tensor, torch.Tensor]:
     """`torch.distributed.autograd.get_gradients`: C++ made the gradients, and each belongs on the GPU of its tensor.
 
     A backward pass that another process started runs in such a thread, where no operator is seen.
     """
-    found = function(context_id)
-    for tensor, gradient in found.items():
+    gradients = function(context_id)
+    for tensor, gradient in gradients.items():
         target = gpu_of(tensor)
         if target is not None:
             place(gradient, target)
-    return found
+    return gradients
 
 
 def patches() -> list[Patch]:

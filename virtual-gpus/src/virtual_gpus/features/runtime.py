@@ -5,12 +5,16 @@ No runtime library is loaded for a virtual GPU. Calls that have a plain meaning 
 
 from __future__ import annotations
 
+from typing import NoReturn
+
 import torch
 
 from virtual_gpus import errors
 from virtual_gpus.features.cuda.devices import _lazy_init, gpu_at
 from virtual_gpus.patches.table import Patch, in_package
 from virtual_gpus.versions import NCCL_OF_WHEELS
+
+_raw_version = torch.cuda.nccl.version
 
 
 class cudaError(int):
@@ -41,7 +45,7 @@ class Runtime:
         """See torch.cuda.mem_get_info."""
         return torch.cuda.mem_get_info(device)
 
-    def __getattr__(self, name: str):
+    def __getattr__(self, name: str) -> NoReturn:
         if name.startswith("__"):
             raise AttributeError(name)
         raise errors.not_modelled(f"torch.cuda.cudart().{name}")
@@ -63,12 +67,9 @@ def _sleep(cycles: int) -> None:
     clock.launch(gpu.slot, gpu.stream, cycles / gpu.spec.core_clock, clock.host.kernel, "spin_kernel")
 
 
-def version() -> tuple[int, ...]:
+def version() -> tuple[int | str, ...]:
     """torch.cuda.nccl.version(): of the NCCL in this PyTorch. Nothing of it runs (`features.distributed`)."""
     return _raw_version() if hasattr(torch._C, "_nccl_version") else NCCL_OF_WHEELS
-
-
-_raw_version = torch.cuda.nccl.version
 
 
 def patches() -> list[Patch]:

@@ -47,7 +47,8 @@ class _Buckets(TorchDispatchMode):
             return args[0]  # the order of the buckets, back from rank 0: it has no values, so this rank's own stays
         made = func(*args, **kwargs)
         if kwargs.get("device") is not None:  # a bucket, or the numbers in which rank 0 sends the order of the buckets
-            return _on(made, self._gpu if made.dtype is torch.int32 else next(self._gpus, self._gpu))
+            gpu = self._gpu if made.dtype is torch.int32 else next(self._gpus, self._gpu)
+            return made if gpu is None else _on(made, gpu)
         if isinstance(made, torch.Tensor) and gpu_of(made) is None:
             forget_creation_site(made)  # it stays in the computer's memory, also where it meets a copy on the GPU
         return made

@@ -7,13 +7,15 @@ then have the same numbers. The memory counts in the process that made the tenso
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import reduce_storage
 
-from virtual_gpus.machine import active, find_gpu
+from virtual_gpus.machine import find_gpu, get_machine
 from virtual_gpus.patches.table import Patch
 from virtual_gpus.placement.storages import StorageAllocation, record_of
 from virtual_gpus.threads import below
@@ -27,22 +29,18 @@ class _SharedStorage:
     def __init__(self, storage: torch.UntypedStorage):
         self.storage = storage
 
-    def __reduce__(self) -> tuple:
+    def __reduce__(self) -> tuple[Any, ...]:
         with below():  # where the storage says that it is on the CPU
             if self.storage.device.type == "meta":
-                return _without_values, (self.storage.nbytes(),)
+                return _arrived, (functools.partial(torch.UntypedStorage, device="meta"), (self.storage.nbytes(),))
             return _arrived, reduce_storage(self.storage)
 
 
-def _arrived(rebuild: Callable[..., torch.UntypedStorage], arguments: tuple) -> _SharedStorage:
+def _arrived(rebuild: Callable[..., torch.UntypedStorage], arguments: tuple[Any, ...]) -> _SharedStorage:
     return _SharedStorage(rebuild(*arguments))
 
 
-def _without_values(nbytes: int) -> _SharedStorage:
-    return _SharedStorage(torch.UntypedStorage(nbytes, device="meta"))
-
-
-def _share_cuda_(self) -> tuple:
+def _share_cuda_(self: Any) -> tuple[int, bytes, int, int, bytes, int, _SharedStorage, bool]:
     """The storage as PyTorch sends it: GPU, handle, bytes, and places for CUDA's counters and events.
 
     Raises RuntimeError for a storage of the CPU, as PyTorch does.
@@ -56,16 +54,16 @@ def _share_cuda_(self) -> tuple:
 
 
 @staticmethod
-def _new_shared_cuda(device: int, handle: bytes, nbytes: int, offset: int, counter, at, shared: _SharedStorage, _):
+def _new_shared_cuda(device: int, handle: bytes, nbytes: int, *others: Any) -> torch.UntypedStorage:
     """The storage behind a handle. Its memory is another process's; in the process that made it, it is that storage."""
-    storage = shared.storage
+    storage = others[3].storage  # of the `_SharedStorage`
     if record_of(storage).gpu is None:
-        storage._record = made = StorageAllocation(find_gpu(active(), torch.device("cuda", device)), 0)
-        made.nbytes, storage._handle = nbytes, handle
+        storage._record = allocation = StorageAllocation(find_gpu(get_machine(), torch.device("cuda", device)), 0)
+        allocation.nbytes, storage._handle = nbytes, handle
     return storage
 
 
-def share_memory_(self) -> torch.UntypedStorage:
+def share_memory_(self: torch.UntypedStorage) -> torch.UntypedStorage:
     """Put the numbers into shared memory, so that forked processes share them too. CUDA does nothing here.
 
     A real GPU's memory cannot be used in a forked process at all.

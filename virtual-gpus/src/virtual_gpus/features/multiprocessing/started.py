@@ -15,9 +15,10 @@ import os
 import sys
 import threading
 from collections.abc import Callable
+from typing import Any
 
 from virtual_gpus.dispatch.mode import in_mode
-from virtual_gpus.machine import VirtualMachine, active
+from virtual_gpus.machine import VirtualMachine, get_machine
 from virtual_gpus.patches.table import Patch
 from virtual_gpus.processes import children
 from virtual_gpus.processes.shared_memory import FOLDER
@@ -34,31 +35,29 @@ def get_preparation_data(name: str) -> dict[str, object]:
 class _FirstOfAll:
     """Unpickling goes from left to right: this switches the GPUs on before it comes to classes of the main program."""
 
-    def __init__(self, machine: VirtualMachine, main: dict):
+    def __init__(self, machine: VirtualMachine, main: dict[str, Any]):
         self._arguments = (machine.start_in_child, machine.settings.arguments(), main, os.environ.get(FOLDER))
 
-    def __reduce__(self) -> tuple:
+    def __reduce__(self) -> tuple[Any, ...]:
         return _switch_on, self._arguments
 
 
-def _reduce_process(self, protocol: int) -> tuple:
+def _reduce_process(self: Any, protocol: int) -> tuple[Any, ...]:
     """Pickle a process so that the child switches its virtual GPUs on before anything else of it is unpickled."""
     main = {k: v for k, v in _raw_preparation(self._name).items() if k in _MAIN}
     make, arguments, *rest = object.__reduce_ex__(self, protocol)
-    return (_rebuild_process, (_FirstOfAll(active(), main), make, arguments), *rest)
+    return (_rebuild_process, (_FirstOfAll(get_machine(), main), make, arguments), *rest)
 
 
-def _switch_on(start: Callable[..., None], settings: dict, main: dict, folder: str | None) -> None:
+def _switch_on(start: Callable[..., None], settings: dict[str, Any], main: dict[str, Any], folder: str | None) -> None:
     if folder is not None:
         os.environ[FOLDER] = folder  # a fork server's children have the environment of its start, with another folder
     start(**settings)
-    if "init_main_from_name" in main:
-        multiprocessing.spawn._fixup_main_from_name(main["init_main_from_name"])
-    elif "init_main_from_path" in main:
-        multiprocessing.spawn._fixup_main_from_path(main["init_main_from_path"])
+    for key, program in main.items():  # by `spawn._fixup_main_from_name` or `_fixup_main_from_path`
+        vars(multiprocessing.spawn)[key.replace("init", "_fixup")](program)
 
 
-def _rebuild_process(_, make: Callable, arguments: tuple) -> object:
+def _rebuild_process(_: object, make: Callable[..., object], arguments: tuple[Any, ...]) -> object:
     return make(*arguments)
 
 
