@@ -23,6 +23,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -34,6 +35,7 @@ from virtual_gpus.placement.storages import gpu_of, has_values
 from virtual_gpus.threads import OfEachThread
 
 _KEY = torch._C.DispatchKey.AutocastCUDA
+_KEYS = torch._C.DispatchKeySet(_KEY) | torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
 _FP32 = torch.float32
 _FLOATING = {t for t in vars(torch).values() if isinstance(t, torch.dtype) and t.is_floating_point}
 _CASTABLE = _FLOATING - {torch.float64}
@@ -53,6 +55,11 @@ _registering = threading.Lock()
 _library: list[torch.library.Library] = []
 # casts: while `torch.autocast("cuda")` is on and the operator that is called has not been cast yet
 _in_this_thread = OfEachThread(casts=False)
+
+
+def below_autocast() -> AbstractContextManager[None]:
+    """The CPU's operators compute in the types that they are given, also under `torch.autocast("cpu")`."""
+    return torch._C._ExcludeDispatchKeyGuard(_KEYS)
 
 
 # ---- in which precision each operator runs --------------------------------------------------------------------------

@@ -20,11 +20,11 @@ from virtual_gpus.features.attention import kernels
 from virtual_gpus.features.attention.attention_costs import charge_attention
 from virtual_gpus.features.attention.choice import CUDNN, EFFICIENT, FLASH, HALF
 from virtual_gpus.features.attention.values import Numbers
+from virtual_gpus.features.autocast import below_autocast
 from virtual_gpus.placement.random_numbers import count_draws, default_generator
 from virtual_gpus.placement.storages import empty_in, put
 from virtual_gpus.threads import below, seen
 
-_AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCUDA)
 KERNELS: dict[int, type[kernels.Kernel]] = {CUDNN: kernels.Cudnn, FLASH: kernels.Flash, EFFICIENT: kernels.Efficient}
 
 
@@ -104,7 +104,7 @@ def _kernel(backend: int, call: OpCall, bias: torch.Tensor | None, trains: bool)
 @contextmanager
 def unseen() -> Iterator[None]:
     """The CPU's operators run below the accounting and below autocast."""
-    with below(), torch._C._ExcludeDispatchKeyGuard(_AUTOCAST):
+    with below(), below_autocast():
         yield
 
 

@@ -15,6 +15,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from virtual_gpus.dispatch.op_call import OpCall
 from virtual_gpus.errors import scalar_type
+from virtual_gpus.features.autocast import below_autocast
 from virtual_gpus.features.half_precision import slow_types
 from virtual_gpus.features.rnn.sizes import Network
 from virtual_gpus.features.rnn.weights import are_flat
@@ -25,8 +26,6 @@ from virtual_gpus.threads import below
 
 _NAMES = ("params", "has_biases", "num_layers", "dropout", "train", "bidirectional")
 _CELLS = {"lstm": "LSTM", "gru": "GRU", "rnn_tanh": "RNN", "rnn_relu": "RNN"}
-_Key, _Keys = torch._C.DispatchKey, torch._C.DispatchKeySet
-_CASTS = _Keys(_Key.AutocastCUDA) | _Keys(_Key.AutocastCPU)  # of autocast
 _run_backward = torch.autograd.graph._engine_run_backward
 T, Maybe = torch.Tensor, torch.Tensor | None
 
@@ -111,7 +110,7 @@ class RecurrentCall:
     def compute(self, inputs: Inputs, with_graph: bool, generator: torch.Generator | None) -> Graph:
         """Run the CPU's kernels, unseen by modes, hooks and accounting. `generator`: dropout's, None without it."""
         leaves = inputs.each(torch.Tensor.detach)
-        with below(), torch._C._DisableTorchDispatch(), torch._C._ExcludeDispatchKeyGuard(_CASTS), ExitStack() as stack:
+        with below(), torch._C._DisableTorchDispatch(), below_autocast(), ExitStack() as stack:
             stack.enter_context(torch.set_grad_enabled(with_graph))
             # The program's saved-tensor hooks are kept away from the CPU's graph by others on top, which save outputs
             # without the node that saves them: it would keep itself alive.
@@ -155,7 +154,7 @@ class Graph:
         pairs = [(o, g.detach()) for o, g in zip(self.outputs, given, strict=True) if g is not None and o.requires_grad]
         outputs, gradients = zip(*pairs, strict=True)
         inputs = tuple(leaf for leaf, w in zip(self.leaves, wanted, strict=True) if w)
-        with below(), torch._C._DisableTorchDispatch(), torch._C._ExcludeDispatchKeyGuard(_CASTS):
+        with below(), torch._C._DisableTorchDispatch(), below_autocast():
             results = iter(_run_backward(outputs, gradients, keep, False, inputs, True, accumulate_grad=False))
             triples = zip(self.leaves, wanted, [next(results) if w else None for w in wanted], strict=True)
             return [torch.zeros_like(leaf) if w and leaf is not None and g is None else g for leaf, w, g in triples]
