@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
+from virtual_gpus import features
 from virtual_gpus.clock.measured import Measured
-from virtual_gpus.dispatch.measured_calls import made
+from virtual_gpus.dispatch.measured_calls import argument
 from virtual_gpus.files import write_whole
 from virtual_gpus.gpus import kinds, spec
 from virtual_gpus.machine import VirtualMachine
@@ -105,18 +105,12 @@ def seconds_of(operator: str, arguments: list[Any]) -> float:
 def prepared(operator: str, arguments: list[Any], device: str) -> Callable[[], Any]:
     """A call of a row's operator on tensors of zeros."""
     positional, by_name = arguments
-    if "attention" in operator and not operator.startswith("aten."):
-        query, key, value = (made(part, device).requires_grad_() for part in positional[:3])
-        attend = lambda: F.scaled_dot_product_attention(query, key, value, **by_name)  # noqa: E731
-        if not operator.endswith("_backward"):
-            return attend
-        out = attend()
-        gradient = torch.zeros_like(out)
-        return lambda: torch.autograd.grad(out, (query, key, value), gradient, retain_graph=True)
+    if operator in features.TIMED:
+        return features.TIMED[operator](positional, by_name, device)
     function: Any = torch.ops
     for part in operator.split("."):
         function = getattr(function, part)
-    args, kwargs = made(positional, device), {name: made(value, device) for name, value in by_name.items()}
+    args, kwargs = argument(positional, device), {name: argument(value, device) for name, value in by_name.items()}
     return lambda: function(*args, **kwargs)
 
 

@@ -1,4 +1,4 @@
-"""The settings of a set of virtual GPUs: their number, their kind and their links. All checks are in this module."""
+"""The settings of a set of virtual GPUs: their number, their kind and their links. Features add checks of their own."""
 
 from __future__ import annotations
 
@@ -118,26 +118,11 @@ class Settings:
             raise ValueError(f"The number of virtual GPUs must be an integer of at least 1, not {self.count!r}.")
         if self.compile not in _COMPILE:
             raise ValueError(f'compile must be "eager" or "modelled", not {self.compile!r}.')
-        if self.rank is not None or self.world_size is not None:
-            self._check_rank()
+        for check in CHECKS:
+            check(self)
         _ = self.bytes_per_gpu, self.version, self.topology, self.table  # each raises an error if its part is invalid
 
-    def _check_rank(self) -> None:
-        rank, world_size = _integer("rank", self.rank), _integer("world_size", self.world_size)
-        if world_size < 1 or world_size % self.count:
-            raise ValueError(
-                f"Cannot fill hosts of {self.count} GPUs with {world_size} ranks, one on each GPU. "
-                f"Choose a world_size that is a multiple of {self.count}, or another number of GPUs per host."
-            )
-        if not 0 <= rank < world_size:
-            raise ValueError(f"There is no rank {rank}. The ranks of {world_size} are 0 to {world_size - 1}.")
-        if self.hosts != 1:
-            raise ValueError(
-                f"As one rank of {world_size}, {self.count} is the number of GPUs of each host, so there are "
-                f"{world_size // self.count} hosts. Leave hosts={self.hosts!r} out."
-            )
-
-    def host_and_slot(self, rank: int) -> tuple[int, int]:
+    def place_of_rank(self, rank: int) -> tuple[int, int]:
         """(host, slot) of a rank of a job of many: ranks fill the hosts in order, as torchrun does it."""
         return divmod(rank, self.count // self.hosts)
 
@@ -171,6 +156,9 @@ class Settings:
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
 
 
+CHECKS: list[Callable[[Settings], None]] = []  # of features; each raises an error for a setting of its own
+
+
 def described() -> str:
     """The settings with their texts, for a docstring."""
     rows = [f"{field.name}: {field.metadata['text']}." for field in dataclasses.fields(Settings)]
@@ -192,10 +180,3 @@ def add_options(parser: argparse.ArgumentParser, number: Callable[[str], object]
         else:
             how["default"] = field.default
         parser.add_argument(option, dest=field.name, **how)
-
-
-def _integer(name: str, value: int | None) -> int:
-    """An argument of one rank of many, of which both must be there."""
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"One rank of many needs both rank and world_size as integers, but {name} is {value!r}.")
-    return value

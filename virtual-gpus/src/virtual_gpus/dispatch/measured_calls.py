@@ -28,10 +28,10 @@ def _described(value: Any) -> Any:
     return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)
 
 
-def made(value: Any, device: str) -> Any:
+def argument(value: Any, device: str) -> Any:
     """An argument as `key_of` wrote it, on a device; a tensor is full of zeros."""
     if isinstance(value, list):
-        return [made(part, device) for part in value]
+        return [argument(part, device) for part in value]
     if not isinstance(value, dict):
         return value
     if "torch" in value:

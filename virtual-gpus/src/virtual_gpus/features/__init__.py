@@ -15,6 +15,9 @@ have these names, which are all that the package knows of it:
     ROUTES           by kind of operator (`operators.Operator.kind`): what is done with one
     LASTING          files of PyTorch whose calls into C++ make tensors once and fill them later
     ALLOCATES        functions that ask for GPU memory of one kind, each as a `timeline.peak.Allocator`
+    TIMED            by the name in a row of `clock.measured` that is no operator: given its positional arguments, its
+                     named ones and a device, what `measure` times
+    check_settings(settings)  called when settings are made, to raise an error for one of the feature's
     prepare()        called before the patches go in, when the first virtual GPUs go on
     forget()         called before the patches are taken out, when the last ones go off
     start(machine)   called before the GPUs of a machine go on
@@ -36,7 +39,7 @@ from contextlib import ExitStack
 from types import ModuleType
 from typing import Any
 
-from virtual_gpus import operators
+from virtual_gpus import operators, settings
 from virtual_gpus.clock import cost
 from virtual_gpus.dispatch import routes
 from virtual_gpus.machine import VirtualMachine
@@ -68,6 +71,8 @@ for _name in ("RECIPES", "CHECKS", "CPU_KERNELS", "ON_THE_HOST", "MIXTURES", "AS
 cost.CLASSES.update(_merged("COSTS"))
 operators.ROUTES.update(routes.ROUTES | _merged("ROUTES"))
 creation_sites.LASTING.update(*_offered("LASTING"))
+TIMED = _merged("TIMED")
+settings.CHECKS += _offered("check_settings")
 peak.ALLOCATORS += [peak.Allocator(*row) for rows in _offered("ALLOCATES") for row in rows]
 
 

@@ -200,7 +200,7 @@ def record_training() -> Iterator[TrainingRecorder]:
     """
     machine = recordable()
     rank = machine.settings.rank
-    gpu = machine.gpus[machine.current] if rank is None else machine.slots[machine.settings.host_and_slot(rank)[1]]
+    gpu = machine.gpus[machine.current] if rank is None else machine.slots[machine.settings.place_of_rank(rank)[1]]
     recorder = TrainingRecorder(machine, gpu)
     try:
         yield recorder

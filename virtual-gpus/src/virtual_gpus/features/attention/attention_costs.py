@@ -5,12 +5,17 @@ The constants are in `figures/operators.toml`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from math import ceil
+from typing import Any
+
+import torch
 
 from virtual_gpus import figures
 from virtual_gpus.clock.cost import OperatorClass
 from virtual_gpus.clock.work import Cost, Operation, added_on_host
-from virtual_gpus.dispatch.measured_calls import key_of
+from virtual_gpus.dispatch.measured_calls import argument, key_of
 from virtual_gpus.dispatch.timing import launch, precision_of
 from virtual_gpus.features.attention.kernels import Cudnn, Efficient, Flash
 from virtual_gpus.features.attention.values import Numbers, T
@@ -54,5 +59,16 @@ def _elsewhere(operation: Operation) -> Cost:
     return Cost(0.0, 0, host=None)
 
 
-_CLASS = OperatorClass(_elsewhere, is_fusible=False)
-COSTS = {f"{kernel.name}{direction}": _CLASS for kernel in (Cudnn, Efficient, Flash) for direction in ("", "_backward")}
+def _timed(backward: bool, tensors: list[Any], settings: dict[str, Any], device: str) -> Callable[[], Any]:
+    """A kernel on zeros, for `measure`: what `charge_attention` asks for."""
+    query, key, value = (argument(part, device).requires_grad_() for part in tensors)
+    attend = partial(torch.nn.functional.scaled_dot_product_attention, query, key, value, **settings)
+    if not backward:
+        return attend
+    out = attend()
+    return partial(torch.autograd.grad, out, (query, key, value), torch.zeros_like(out), retain_graph=True)
+
+
+_DIRECTIONS = {"": partial(_timed, False), "_backward": partial(_timed, True)}
+TIMED = {f"{kernel.name}{end}": timed for kernel in (Cudnn, Efficient, Flash) for end, timed in _DIRECTIONS.items()}
+COSTS = dict.fromkeys(TIMED, OperatorClass(_elsewhere, is_fusible=False))

@@ -71,7 +71,7 @@ def fake_links(gpu: VirtualGPU, group: torch.distributed.ProcessGroup) -> GroupL
     """The links of a group in which this process is alone. Its members are counted once, not at every collective."""
     known = state_of(group).links
     if known is None or known[0].machine is not gpu.machine:
-        members = list(map(gpu.machine.settings.host_and_slot, torch.distributed.get_process_group_ranks(group)))
+        members = list(map(gpu.machine.settings.place_of_rank, torch.distributed.get_process_group_ranks(group)))
         known = state_of(group).links = gpu, links_between(gpu, group, members)
     return known[1]
 

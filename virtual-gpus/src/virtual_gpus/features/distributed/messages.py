@@ -49,7 +49,7 @@ def send_or_receive(
     if is_fake_group(group):  # the other side is ready when this one is
         ranks = torch.distributed.get_process_group_ranks(group)
         other = ranks[(group.rank() + 1) % group.size() if peer is None else peer]  # any: the next is as good as others
-        here, there = (gpu.machine.settings.host_and_slot(rank) for rank in (ranks[group.rank()], other))
+        here, there = (gpu.machine.settings.place_of_rank(rank) for rank in (ranks[group.rank()], other))
         end = began + message_seconds(gpu.machine.topology, here, there, nbytes, fake_links(gpu, group).across)
     else:
         end = _tell_or_ask(sends, gpu, group, lane, began, nbytes, peer, tag)

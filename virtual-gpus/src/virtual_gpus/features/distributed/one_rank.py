@@ -84,7 +84,7 @@ def stop(machine: VirtualMachine) -> None:
 def _variables(settings: Settings) -> dict[str, str]:
     """The environment that torchrun gives to the rank of `settings`."""
     assert settings.rank is not None and settings.world_size is not None
-    host, slot = settings.host_and_slot(settings.rank)
+    host, slot = settings.place_of_rank(settings.rank)
     hosts = settings.world_size // settings.count
     return {
         "RANK": str(settings.rank), "WORLD_SIZE": str(settings.world_size),
