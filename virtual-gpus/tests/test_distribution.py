@@ -49,8 +49,9 @@ def test_a_program_runs_from_the_wheel_alone_and_names_a_missing_extra(tmp_path)
     (wheel,), (source,) = tmp_path.glob("*.whl"), tmp_path.glob("*.tar.gz")
     names, sources = zipfile.ZipFile(wheel).namelist(), tarfile.open(source).getnames()
     assert {"virtual_gpus/__init__.py", "virtual_gpus/py.typed", "pytest_virtual_gpus.py"} <= set(names)
-    data = {path.relative_to(ROOT / "src").as_posix() for path in ROOT.rglob("src/virtual_gpus/**/*.toml")}
-    assert len(data) > 18 and data <= set(names)
+    files = [path for end in (".toml", "limits.md") for path in ROOT.rglob(f"src/virtual_gpus/**/*{end}")]
+    data = {path.relative_to(ROOT / "src").as_posix() for path in files}
+    assert len(data) > 35 and data <= set(names)
     assert any(name.endswith("licenses/LICENSE") for name in names)
     assert not [name for name in names if name.startswith(("tests", "benchmarks", "helpers"))]
     assert any(name.endswith("src/virtual_gpus/__init__.py") for name in sources)
