@@ -66,10 +66,10 @@ def _conv(
         arithmetic = flops / (spec.flops.fp32 * conv["own_kernels"])
         once = gradients * operation.reading(images.nbytes + result.nbytes)
         return Cost(floor + max(arithmetic, once), max(1, round(conv["kernels"] * half)), _HOST)
-    slower = max(1, min(groups, 8 if cores else _FITTED["simt_columns"] / filters.shape[1]))
+    slower = max(1, min(groups, _FITTED["groups_on_cores"] if cores else _FITTED["simt_columns"] / filters.shape[1]))
     seconds = floor + flops / (speed / slower)
     if not (cores and _lie_last(images, filters)):
-        passes = half if cores else half / 4  # other kernels take images and filters as they lie
+        passes = half * (1 if cores else _FITTED["passes_without_cores"])  # other kernels take both as they lie
         seconds += passes * operation.reading(conv["filters"] * filters.nbytes)
         seconds += half * operation.reading(conv["images"] * (images.nbytes + result.nbytes))
     return Cost(seconds, max(1, round(conv["kernels"] * half)), _HOST)
@@ -106,7 +106,7 @@ def _in_two_bytes(
     groups = max(1, images.shape[1] // into)
     if into == 1 < groups:
         seconds = gradients * _depthwise(operation, backward, last, images, filters, result)
-        return Cost(3 * operation.kernel + seconds, gradients, _HOST)
+        return Cost(_FITTED["depthwise"]["floor"] * operation.kernel + seconds, gradients, _HOST)
     if backward and last and groups > 1 and (into not in _FITTED["fast_widths"] or groups % _FITTED["fast_groups"]):
         flops = 2 * gradients * prod(result.shape) * taps * into
         return Cost(flops / (operation.spec.flops.fp32 * _FITTED["slow_groups"] * into**0.5), gradients, _HOST)
