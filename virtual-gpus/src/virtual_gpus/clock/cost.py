@@ -20,7 +20,7 @@ from virtual_gpus.clock.work import Cost, Operand, Operation
 from virtual_gpus.gpus import GPUSpec
 
 FITTED = figures.read("operators.toml")["formulas"]  # their constants, also of those that features have
-Formula, Parts = Callable[[Operation], Cost], Iterable[Operand]
+Formula, Bytes, Parts = Callable[[Operation], Cost], Callable[[Operation], float], Iterable[Operand]
 
 
 class OperatorClass(NamedTuple):
@@ -49,11 +49,11 @@ def class_of(name: str) -> OperatorClass:
     return CLASSES.get(name) or CLASSES.get(f"{name[: name.find('_', 1)]}_*", _READS_AND_WRITES)
 
 
-def _moving(nbytes: Callable[[Operation], float], floor: float, kernels: int = 1, share: float = 1.0) -> Formula:
+def _moving(nbytes: Bytes, floor: float, kernels: int = 1, share: float = 1.0, host: float | None = 0.0) -> Formula:
     """An operator that takes its start, in shortest kernels, and as long as it moves bytes, at a share of the speed."""
 
     def of(operation: Operation) -> Cost:
-        return Cost(floor * operation.kernel + operation.reading(nbytes(operation), share), kernels)
+        return Cost(floor * operation.kernel + operation.reading(nbytes(operation), share), kernels, host)
 
     return of
 
@@ -63,16 +63,17 @@ def bytes_of(operands: Parts) -> int:
     return sum(part.nbytes for part in operands)
 
 
-all_bytes: Callable[[Operation], float] = attrgetter("nbytes")  # of arguments and results
+all_bytes: Bytes = attrgetter("nbytes")  # of arguments and results
 
 
-def moves(row: str, nbytes: Callable[[Operation], float] = all_bytes, is_fusible: bool = True) -> OperatorClass:
-    """Operators that only move bytes. row: among the fitted figures."""
-    return OperatorClass(_moving(nbytes, **FITTED[row]), is_fusible)
+def moves(row: str, nbytes: Bytes = all_bytes, is_fusible: bool = True, host: float = 0.0) -> OperatorClass:
+    """Operators that only move bytes. row: among the fitted figures. host: see `Cost`."""
+    return OperatorClass(_moving(nbytes, **FITTED[row], host=host), is_fusible)
 
 
 _READS_AND_WRITES = OperatorClass(_moving(all_bytes, 1))
 FREE = OperatorClass(_moving(lambda operation: 0, 0, 0), is_fusible=False)
+CHARGED_ELSEWHERE = OperatorClass(_moving(lambda operation: 0, 0, 0, host=None), is_fusible=False)  # by the feature
 
 CLASSES: dict[str, OperatorClass] = {  # features add theirs
     **dict.fromkeys(("zero_", "fill_", "zeros", "ones", "full", "zeros_like", "ones_like", "full_like", "new_zeros",

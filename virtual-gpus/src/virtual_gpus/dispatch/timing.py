@@ -36,10 +36,7 @@ _elements, _itemsize = torch.Tensor.numel, torch.Tensor.element_size
 
 @dataclass(frozen=True, slots=True)  # and no tuple: a warm operator reads its attributes faster
 class LaunchTimes:
-    """Seconds of the kernels of one operator.
-
-    seconds: on the GPU, all of them. host: on the host, to issue the first one. further: there, to issue the others.
-    """
+    """Seconds of an operator's kernels on the GPU, and of the host to issue the first one, and the further ones."""
 
     seconds: float
     host: float
@@ -102,8 +99,8 @@ def charge_kernel(
     gpu: VirtualGPU, name: str, inputs: list[torch.Tensor], outputs: list[torch.Tensor], trains: bool = False
 ) -> None:
     """Work that the dispatch mode does not see, as the operator that CUDA would have run. trains: see `launch`."""
-    made = [tensor for tensor in outputs if not any(tensor is given for given in inputs)]  # some stand for a shape
-    launch(gpu, name, cost(name, operands(inputs), operands(outputs), gpu.spec), inputs, trains, made)
+    written = [tensor for tensor in outputs if not any(tensor is given for given in inputs)]  # some stand for a shape
+    launch(gpu, name, cost(name, operands(inputs), operands(outputs), gpu.spec), inputs, trains, written)
 
 
 def launch(
@@ -128,9 +125,8 @@ def charge_foreach(call: OpCall, columns: list[Sequence[torch.Tensor]], gpus: li
         key = (gpu.spec.kind, op, *map(len, rows), sum(map(_elements, rows[0])), *map(_nbytes, rows))
         kept = _kept.get(key)
         if kept is None:
-            made = () if op.base.endswith("_") else rows[0]
-            inputs = operands(chain(*rows))
-            charge = cost(op.base, inputs, operands(made), gpu.spec, first=len(rows[0]))
+            outputs = () if op.base.endswith("_") else operands(rows[0])
+            charge = cost(op.base, operands(chain(*rows)), outputs, gpu.spec, first=len(rows[0]))
             kept = _kept[key] = times(gpu, charge)
         _issue(gpu, op.base, chain(*rows), kept, call if len(rows[0]) == len(gpus) else None, trains=False)
 

@@ -16,7 +16,7 @@ from math import prod
 
 import torch
 
-from virtual_gpus.clock.cost import FITTED, OperatorClass
+from virtual_gpus.clock.cost import OperatorClass, moves
 from virtual_gpus.clock.cost_matmul import product
 from virtual_gpus.clock.work import Cost, Operation, added_on_host
 from virtual_gpus.dispatch.op_call import OpCall
@@ -162,14 +162,10 @@ def _matrices(operation: Operation) -> Cost:
     return Cost(seconds, kernels, _HOST)
 
 
-def _vector(operation: Operation) -> Cost:
-    return Cost(FITTED["vector"]["floor"] * operation.kernel + operation.reading(operation.nbytes), 1, _HOST)
-
-
 _PRODUCT = OperatorClass(_matrices, is_fusible=False, tf32_setting="matmul", depends_on_strides=True)
 COSTS = {
     **dict.fromkeys(_MATRICES, _PRODUCT),
-    **dict.fromkeys(("mv", "addmv", "dot", "vdot", "ger", "addr"), OperatorClass(_vector, is_fusible=False)),
+    **dict.fromkeys(("mv", "addmv", "dot", "vdot", "ger", "addr"), moves("vector", is_fusible=False, host=_HOST)),
 }
 RECIPES = {
     **dict.fromkeys(("mm", "bmm", "baddbmm", "baddbmm_", "addmm_", "addbmm", "addbmm_", "addmv", "addmv_", "mv", "dot",

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from virtual_gpus import figures
-from virtual_gpus.clock.cost import OperatorClass
-from virtual_gpus.clock.work import Cost, Operation, added_on_host
+from virtual_gpus.clock.cost import CHARGED_ELSEWHERE
+from virtual_gpus.clock.work import Cost, added_on_host
 from virtual_gpus.dispatch.measured_calls import argument, key_of
 from virtual_gpus.dispatch.timing import launch, precision_of
 from virtual_gpus.features.attention.kernels import Cudnn, Efficient, Flash
@@ -55,10 +55,6 @@ def _cost(query: T, key: T, numbers: Numbers, spec: GPUSpec, backward: bool) -> 
     return Cost(seconds + _FITTED["floor_backward"] * reached.kernel, 1 + _FITTED["other_kernels"], _HOST)
 
 
-def _elsewhere(operation: Operation) -> Cost:
-    return Cost(0.0, 0, host=None)
-
-
 def _timed(backward: bool, tensors: list[Any], settings: dict[str, Any], device: str) -> Callable[[], Any]:
     """A kernel on zeros, for `measure`: what `charge_attention` asks for."""
     query, key, value = (argument(part, device).requires_grad_() for part in tensors)
@@ -71,4 +67,4 @@ def _timed(backward: bool, tensors: list[Any], settings: dict[str, Any], device:
 
 _DIRECTIONS = {"": partial(_timed, False), "_backward": partial(_timed, True)}
 TIMED = {f"{kernel.name}{end}": timed for kernel in (Cudnn, Efficient, Flash) for end, timed in _DIRECTIONS.items()}
-COSTS = dict.fromkeys(TIMED, OperatorClass(_elsewhere, is_fusible=False))
+COSTS = dict.fromkeys(TIMED, CHARGED_ELSEWHERE)
