@@ -53,15 +53,15 @@ class virtual_gpus:
             if self._machine is not None:
                 raise RuntimeError("These virtual GPUs are already on. Call stop() first, or create new ones.")
             first = active() is None
-            made = VirtualMachine(self._settings)
-            made.start_in_child = start
-            features.start(made)
+            new_machine = VirtualMachine(self._settings)
+            new_machine.start_in_child = start
+            features.start(new_machine)
             try:
-                machine.push(made)
+                machine.push(new_machine)
             except BaseException:
-                features.stop(made)
+                features.stop(new_machine)
                 raise
-            self._machine = made
+            self._machine = new_machine
             try:
                 if first:
                     features.install()
@@ -110,9 +110,9 @@ def start(**settings: Any) -> None:
 
     Spawned processes (see `features.multiprocessing`) and `sitecustomize` in those that inherit GPUs call it by name.
     """
-    made = virtual_gpus(**settings)
-    made.start()
-    cast(VirtualMachine, made._machine).look_again()
+    gpus = virtual_gpus(**settings)
+    gpus.start()
+    cast(VirtualMachine, gpus._machine).look_again()
 
 
 active_machine = active  # for tools that draw or explain it

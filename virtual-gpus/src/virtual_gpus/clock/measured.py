@@ -44,7 +44,7 @@ def load(path: str, kind: str) -> Measured:
     """
     where = Path(path)
     files = sorted(where.glob("*.json")) if where.is_dir() else [where]
-    found: dict[str, dict[str, float]] = {}
+    by_kind: dict[str, dict[str, float]] = {}
     for file in files:
         try:
             content = json.loads(file.read_text(encoding="utf-8"))
@@ -52,9 +52,9 @@ def load(path: str, kind: str) -> Measured:
             seconds = {key(row["operator"], row["arguments"]): float(row["seconds"]) for row in rows}
             if not all(number > 0 for number in seconds.values()):
                 raise ValueError("a row's seconds are not above 0")
-            found.setdefault(spec(content["gpu"]).kind, {}).update(seconds)
+            by_kind.setdefault(spec(content["gpu"]).kind, {}).update(seconds)
         except (KeyError, OSError, TypeError, ValueError) as error:
             raise ValueError(f"Cannot read measured operators from {str(file)!r}: {error!r}") from None
-    if kind not in found:
-        raise ValueError(f"{path!r} has measured operators of {', '.join(found) or 'no GPU'}, and none of {kind}.")
-    return Measured(found[kind])
+    if kind not in by_kind:
+        raise ValueError(f"{path!r} has measured operators of {', '.join(by_kind) or 'no GPU'}, and none of {kind}.")
+    return Measured(by_kind[kind])

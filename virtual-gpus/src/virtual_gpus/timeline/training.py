@@ -166,23 +166,23 @@ class TrainingRecorder:
             raise RuntimeError("The recorder is still recording. Ask for the report after the `with` block.")
         if tokens is not None and samples is not None:
             raise ValueError("Give the number of tokens or of samples in a step, not both.")
-        found = TrainingReport(
+        report = TrainingReport(
             self._gpu.spec.name, self._gpu.memory, self._rank, self._world_size, self._parameters,
             self._memory.peak, self._reserved, self._memory.by_kind, dict(self._memory.by_module.most_common()),
         )  # fmt: skip
         if len(self._ends) < 2:
-            return found
+            return report
         step = self._ends[1] - self._ends[0]
         sent = communication(self._last, self._gpu.slot)[ALL]
-        found = replace(found, step_seconds=step, communication_seconds=sent.seconds, exposed_seconds=sent.exposed)
+        report = replace(report, step_seconds=step, communication_seconds=sent.seconds, exposed_seconds=sent.exposed)
         units = samples if tokens is None else tokens
         if units is None:
-            return found
-        found = replace(found, unit="samples" if tokens is None else "tokens", units_per_second=units / step)
+            return report
+        report = replace(report, unit="samples" if tokens is None else "tokens", units_per_second=units / step)
         if flops_per_unit is None and samples is not None:
-            return found
+            return report
         flops = units * (6 * self._parameters if flops_per_unit is None else flops_per_unit)
-        return replace(found, mfu=flops / (step * self._gpu.spec.flops.bf16 * self._world_size))
+        return replace(report, mfu=flops / (step * self._gpu.spec.flops.bf16 * self._world_size))
 
 
 def transformer_flops(parameters: int, layers: int, width: int, length: int) -> int:

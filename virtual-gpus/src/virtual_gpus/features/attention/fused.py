@@ -79,7 +79,7 @@ def _backward(backend: int, call: OpCall) -> tuple[Any, ...]:
     inputs = (query, key, value, bias)[: len(allocations)]
     strides = [kernel.strides(part, part.shape) for part in inputs]
     if gpu.machine.shapes_only:
-        found = [
+        placed = [
             empty_in(allocation, part.shape, part.dtype, stride)
             for part, allocation, stride in zip(inputs, allocations, strides, strict=True)
         ]
@@ -88,8 +88,8 @@ def _backward(backend: int, call: OpCall) -> tuple[Any, ...]:
             lse = call["logsumexp"]
             lse = lse.squeeze(-1) if lse.dim() == 4 else lse[..., : query.shape[2]]
             gradients: Any = numbers.backward(gradient, query, key, value, bias, out, lse, call["philox_seed"])
-            found = list(map(put, map(_with_strides, gradients, strides), allocations))
-    return (*found, *[None] * (4 - len(found))) if backend == EFFICIENT else tuple(found)
+            placed = list(map(put, map(_with_strides, gradients, strides), allocations))
+    return (*placed, *[None] * (4 - len(placed))) if backend == EFFICIENT else tuple(placed)
 
 
 def _kernel(backend: int, call: OpCall, bias: torch.Tensor | None, trains: bool) -> tuple[Any, Numbers]:

@@ -154,8 +154,8 @@ def safe_softmax(call: OpCall) -> torch.Tensor:
     scores, dim = call["self"], call["dim"]
     rows = max(1, scores.shape[dim]) if scores.dim() else 1
     dtype = call["dtype"] or scores.dtype
-    found, number = scores.numel(), dtype.itemsize
-    with call.scratch(found * number, number, found, found // rows, number):
+    count, number = scores.numel(), dtype.itemsize
+    with call.scratch(count * number, number, count, count // rows, number):
         return call.run()
 
 

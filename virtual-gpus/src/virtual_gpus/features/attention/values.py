@@ -16,7 +16,7 @@ import torch
 from virtual_gpus.features.attention.choice import HALF, T
 from virtual_gpus.features.half_precision import slow_types
 
-Found = tuple[T, T, T, T | None]  # gradients of query, key, value and a bias that wants one
+Gradients = tuple[T, T, T, T | None]  # gradients of query, key, value and a bias that wants one
 _fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _fused_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
@@ -50,18 +50,18 @@ class Numbers:
         shape = (*query.shape[:3], value.shape[3])
         return torch.stack(parts).to(query.dtype) if parts else query.new_empty(shape), None
 
-    def backward(self, gradient: T, query: T, key: T, value: T, bias: T | None, out: T, lse: T, seed: T) -> Found:
+    def backward(self, gradient: T, query: T, key: T, value: T, bias: T | None, out: T, lse: T, seed: T) -> Gradients:
         """Gradients of query, key, value and of a bias that wants one (else None)."""
         all_keys, all_values = for_all_heads(query, key), for_all_heads(query, value)
         if self.fused:
             wide, bias = [_for_cpu(part) for part in (gradient, query, all_keys, all_values, out)], _for_cpu(bias)
             parts = _fused_backward(*wide, lse, 0.0, self.causal, attn_mask=bias, scale=self.scale)
-            found: Found = *(part.to(query.dtype) for part in parts), None
+            gradients: Gradients = *(part.to(query.dtype) for part in parts), None
         else:
-            found = self._all_samples(gradient, query, all_keys, all_values, bias, seed)
-        return found[0], _added_up(found[1], key), _added_up(found[2], value), found[3]
+            gradients = self._all_samples(gradient, query, all_keys, all_values, bias, seed)
+        return gradients[0], _added_up(gradients[1], key), _added_up(gradients[2], value), gradients[3]
 
-    def _all_samples(self, gradient: T, query: T, key: T, value: T, bias: T | None, seed: T) -> Found:
+    def _all_samples(self, gradient: T, query: T, key: T, value: T, bias: T | None, seed: T) -> Gradients:
         zeros, wanted = torch.zeros_like, bias if bias is not None and bias.requires_grad else None
         if not query.numel():
             return zeros(query), zeros(key), zeros(value), None if wanted is None else zeros(wanted)
@@ -101,7 +101,7 @@ class Numbers:
             weights = torch._safe_softmax(torch.baddbmm(_wide(bias).to(query.dtype), query, key, alpha=scale), -1)
         return weights if mask is None else weights * mask, weights
 
-    def _sample_backward(self, gradient: T, query: T, key: T, value: T, bias: T | None, mask: T | None) -> Found:
+    def _sample_backward(self, gradient: T, query: T, key: T, value: T, bias: T | None, mask: T | None) -> Gradients:
         """Gradients of one sample's query, key, value and scores."""
         left, weights = self._weights(query, key, bias, mask)
         query, key, value, gradient = map(_wide, (query, key, value, gradient))
