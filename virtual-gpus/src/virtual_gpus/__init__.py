@@ -55,17 +55,11 @@ for _path in _LIMITS:  # each with what it is a limit of: a layer, or a feature,
     _of = _path.name.removesuffix("limits.md").removesuffix(".") or _path.parent.name
     __doc__ = f"{__doc__}\n{_of}:\n\n{_path.read_text(encoding='utf-8')}"
 
-_MODULES = {
-    "NotModelled": "virtual_gpus.errors",
-    "RaceError": "virtual_gpus.errors",
-    "active_machine": "virtual_gpus.switch",
-    "block_address": "virtual_gpus.placement.storages",
-    "record_timeline": "virtual_gpus.timeline.record",
-    "record_training": "virtual_gpus.timeline.training",
-    "transformer_flops": "virtual_gpus.timeline.training",
-    "renew_inherited": "virtual_gpus.switch",
-    "virtual_gpus": "virtual_gpus.switch",
-}
+_MODULES = {name: f"virtual_gpus.{module}" for module, names in {
+    "errors": ("NotModelled", "RaceError"), "placement.storages": ("block_address",),
+    "switch": ("active_machine", "renew_inherited", "virtual_gpus"), "timeline.record": ("record_timeline",),
+    "timeline.training": ("record_training", "transformer_flops"),
+}.items() for name in names}  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

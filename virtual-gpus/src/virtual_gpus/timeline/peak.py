@@ -28,7 +28,6 @@ UPDATES, WORKSPACES, OTHER = "optimizer step", "workspaces", "other"  # what a s
 KINDS = (PARAMETERS, GRADIENTS, STATE, ACTIVATIONS, GATHERED, BUFFERS, UPDATES, WORKSPACES, OTHER)
 
 
-
 class Allocator(NamedTuple):
     """Functions that ask for memory of one kind: the end of their file's name, and their names (None: all in it).
 

@@ -96,9 +96,8 @@ def _pieces(flat: torch.Tensor, like: list[torch.Tensor]) -> list[torch.Tensor]:
 
 @entrance
 def _scatter(
-    tensor: torch.Tensor, devices: Sequence[int], chunk_sizes: Sequence[int] | None = None, dim: int = 0,
-    streams: Sequence[torch.cuda.Stream | None] | None = None,
-) -> tuple[torch.Tensor, ...] | list[torch.Tensor]:  # fmt: skip
+    tensor: torch.Tensor, devices: Sequence[int], chunk_sizes: Any = None, dim: int = 0, streams: Any = None
+) -> list[torch.Tensor]:
     """Pieces of `tensor` along `dim`, one per device; a piece that is on its GPU already is not copied."""
     _check(
         chunk_sizes is None or len(chunk_sizes) == len(devices),

@@ -12,16 +12,8 @@ fake_pg.py), which sends nothing. The program uses the GPU of its LOCAL_RANK. Th
 
 Memory and modelled time are those of this rank. All ranks are taken to reach each collective at the same moment.
 
-Values: with `shapes_only` there are none. Without it, every other rank is taken to hold what this rank holds. A mean or
-a maximum over the ranks is then this rank's tensor, a sum over n of them is n times it, and what is gathered is its
-tensor n times. A message from another rank leaves the tensor as it was, and so does a product. With
-DistributedDataParallel, numbers are those of a job whose ranks all have this rank's data. Where ranks hold different
-parts of a model, as with `fully_shard`, they are meaningless.
-
-`all_gather_object` and `gather_object` give this rank's own object from everyone. Objects that another rank would send
-(`broadcast_object_list`, `scatter_object_list`, `recv_object_list`) raise an error, and so does
-torch.distributed.checkpoint. A stage of a pipeline needs no other rank if `torch.distributed.pipelining.PipelineStage`
-is given `input_args` and `output_args`. PyTorch 2.13 asks the other ranks even then, which needs values.
+Values: with `shapes_only` there are none. Without it, every other rank is taken to hold what this rank holds: see the
+known limits.
 """
 
 from __future__ import annotations

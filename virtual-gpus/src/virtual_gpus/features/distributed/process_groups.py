@@ -16,7 +16,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -143,12 +143,9 @@ def _rest_at_exit() -> None:
     atexit.register(_until_threads_rest)
 
 
-def _splitting(
-    function: Callable[..., Any], parent_pg: Any = None, split_ranks: Sequence[list[int]] = (), timeout: Any = None,
-    pg_options: Any = None, group_desc: str | None = None,
-) -> torch.distributed.ProcessGroup | None:  # fmt: skip
+def _splitting(function: Callable[..., Any], *, split_ranks: Any, timeout: Any, group_desc: Any, **_: Any) -> Any:
     """DeviceMesh splits groups that are bound to a GPU. Gloo and "fake" can be split since `GLOO_SPLITS`."""
-    groups = [torch.distributed.new_group(ranks, timeout=timeout, group_desc=group_desc) for ranks in split_ranks or ()]
+    groups = [torch.distributed.new_group(ranks, timeout=timeout, group_desc=group_desc) for ranks in split_ranks]
     return next((group for group in groups if isinstance(group, torch.distributed.ProcessGroup)), None)
 
 

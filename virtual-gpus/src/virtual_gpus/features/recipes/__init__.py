@@ -26,3 +26,20 @@ The rules come from these sources:
   Expect larger errors for other networks: docs/accuracy.md of the source shows how large.
 - For other kinds of GPU, everything that does not follow from the data sheet is taken from the H200.
 """
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch._prims_common import alert_not_deterministic
+
+from virtual_gpus.dispatch.op_call import OpCall
+
+
+def not_deterministic(kernel: str, only_if: Callable[[OpCall], bool] = lambda call: True) -> Callable[[OpCall], None]:
+    """A row of `CHECKS` that raises or warns, under `torch.use_deterministic_algorithms(True)`, if `only_if` is true.
+
+    kernel: its name in CUDA's message. Source: the calls of `alertNotDeterministic` in aten/src/ATen/native/cuda, as
+    they are in the CUDA libraries of 2.11 to 2.15. What the CPU's kernel refuses itself is not repeated.
+    """
+    return lambda call: alert_not_deterministic(kernel) if only_if(call) else None

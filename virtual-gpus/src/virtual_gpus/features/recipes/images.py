@@ -10,8 +10,8 @@ import torch
 from virtual_gpus.clock.cost import FITTED, OperatorClass, moves
 from virtual_gpus.clock.work import Cost, Operation
 from virtual_gpus.dispatch.op_call import OpCall
+from virtual_gpus.features.recipes import not_deterministic
 from virtual_gpus.features.recipes.packed_inputs import packed
-from virtual_gpus.features.recipes.refusals import not_deterministic
 
 
 def _max_pool_backward_cost(operation: Operation) -> Cost:

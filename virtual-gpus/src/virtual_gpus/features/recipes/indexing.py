@@ -17,8 +17,8 @@ from virtual_gpus.clock.work import Cost, Operation
 from virtual_gpus.dispatch.op_call import OpCall
 from virtual_gpus.dispatch.timing import charge_copy, charge_read
 from virtual_gpus.dispatch.valueless import is_mask
+from virtual_gpus.features.recipes import not_deterministic
 from virtual_gpus.features.recipes.packed_inputs import packed, packed_copies
-from virtual_gpus.features.recipes.refusals import not_deterministic
 from virtual_gpus.patches.table import Patch
 from virtual_gpus.placement.storages import gpu_of, nbytes
 from virtual_gpus.threads import this_thread

@@ -11,9 +11,9 @@ import torch
 from virtual_gpus.clock.cost import FITTED, OperatorClass, bytes_of
 from virtual_gpus.clock.work import Cost, Operation
 from virtual_gpus.dispatch.op_call import OpCall
+from virtual_gpus.features.recipes import not_deterministic
 from virtual_gpus.features.recipes.packed_inputs import channels_first_copy, packed, run_packed
 from virtual_gpus.features.recipes.reductions import take_buffers
-from virtual_gpus.features.recipes.refusals import not_deterministic
 from virtual_gpus.placement.storages import StorageAllocation, nbytes, put
 
 _NO_REDUCTION = 0  # at::Reduction::None

@@ -1,4 +1,7 @@
-"""Reductions over many elements, counts and sorts: partial results in GPU memory (`memory_model.reduction_scratch`)."""
+"""Reductions over many elements, softmax, counts and sorts: temporary buffers in GPU memory, time, what is refused.
+
+Sources: `memory_model.reduction_scratch`; aten/src/ATen/native/cuda/SoftMax.cu.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,8 @@ import torch
 from virtual_gpus.clock.cost import FITTED, OperatorClass, moves
 from virtual_gpus.clock.work import Cost, Operation
 from virtual_gpus.dispatch.op_call import OpCall
-from virtual_gpus.features.recipes.refusals import not_deterministic
+from virtual_gpus.features.recipes import not_deterministic
+from virtual_gpus.features.recipes.packed_inputs import channels_first_copy, packed
 from virtual_gpus.memory_model import reduction_scratch
 from virtual_gpus.threads import below
 
@@ -60,14 +64,19 @@ def _reduction_cost(operation: Operation) -> Cost:
 
 _NUMBERS = ("sum", "mean", "nansum", "prod", "amax", "amin", "linalg_vector_norm", "norm")
 _PAIRS = ("argmax", "argmin", "var", "std", "var_mean", "std_mean")
+_SOFTMAX, _BACKWARD = ("_softmax", "_log_softmax"), ("_softmax_backward_data", "_log_softmax_backward_data")
 RECIPES = {
     **dict.fromkeys(_NUMBERS, reduction),
     **dict.fromkeys(_PAIRS, partial(reduction, partial_bytes=16)),
+    **dict.fromkeys(_SOFTMAX, packed("self", copy_of=channels_first_copy)),
+    **dict.fromkeys(_BACKWARD, packed("grad_output", "output", copy_of=channels_first_copy)),
     "histc": histc,
 }
 COSTS = {
     **dict.fromkeys((*_NUMBERS, *_PAIRS, "max", "min", "all", "any"), OperatorClass(_reduction_cost)),
     **dict.fromkeys(("sort", "argsort", "topk", "_unique2", "cumsum", "randperm"), moves("sort")),
+    **dict.fromkeys(_SOFTMAX, moves("softmax")),
+    **dict.fromkeys(_BACKWARD, moves("softmax_backward")),
 }
 _MEDIAN = not_deterministic("median CUDA with indices output", lambda call: len(call.func._schema.returns) == 2)
 CHECKS = {
