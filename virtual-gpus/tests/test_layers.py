@@ -13,8 +13,8 @@ SOURCE = ROOT / "src" / "virtual_gpus"
 # From the lowest to the highest. A folder is one layer; modules of a layer may import one another, without a cycle.
 # "virtual_gpus" is the package's own __init__. "children" is run by other processes, see processes/children.py.
 LAYERS = """
-figures versions gpus files collector memory memory_model clock settings processes driver errors follower threads
-machine entrance placement operators dispatch patches timeline features switch testing plan measure virtual_gpus
+arithmetic figures versions gpus files collector memory memory_model clock settings processes driver errors follower
+threads machine entrance placement operators dispatch patches timeline features switch testing plan measure virtual_gpus
 __main__ children
 """.split()
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
 
+from virtual_gpus.arithmetic import ceil_div, power_of_2
 from virtual_gpus.gpus import GPUSpec, spec
 from virtual_gpus.memory.options import Options
 from virtual_gpus.versions import FREED_WORKSPACES, UNIFIED_WORKSPACES
@@ -174,14 +175,14 @@ def _buffers(
         dim0 //= vector
     width, height = _thread_block(dim0, dim1, _MAX_THREADS // vector)
     step_input, step_output = (width, 1) if along_input else (1, width)
-    if -(-inputs // step_input) < min(height * 16, _MAX_VALUES):
+    if ceil_div(inputs, step_input) < min(height * 16, _MAX_VALUES):
         return 0, 0
-    values = -(-inputs // (step_input * height))
-    grid = -(-(outputs // vector) // step_output)
+    values = ceil_div(inputs, step_input * height)
+    grid = ceil_div(outputs // vector, step_output)
     wanted = multiprocessors * (threads_per_multiprocessor // (width * height))
     if values < _MAX_VALUES or grid > wanted:
         return 0, 0
-    blocks = max(min(-(-wanted // grid), -(-values // _MIN_VALUES)), -(-values // _MAX_VALUES))
+    blocks = max(min(ceil_div(wanted, grid), ceil_div(values, _MIN_VALUES)), ceil_div(values, _MAX_VALUES))
     if blocks <= 1:
         return 0, 0
     return partial_bytes * outputs * blocks * (1 if along_input else width * vector), 4 * grid
@@ -222,13 +223,3 @@ def _thread_block(dim0: int, dim1: int, limit: int) -> tuple[int, int]:
     width0, height0 = (power_of_2(n) if n < limit else limit for n in (dim0, dim1))
     height = min(height0, limit // min(width0, _WARP))
     return min(width0, limit // height), height
-
-
-def rounded_up(n: int, multiple: int) -> int:
-    """`n` rounded up to a multiple."""
-    return -(-n // multiple) * multiple
-
-
-def power_of_2(n: int) -> int:
-    """The largest power of 2 that is at most `n`; 1 if there is none."""
-    return 1 << max(n.bit_length() - 1, 0)

@@ -13,6 +13,7 @@ from types import FrameType
 
 import torch
 
+from virtual_gpus.arithmetic import ceil_div, rounded_up
 from virtual_gpus.clock.cost import moves
 from virtual_gpus.dispatch.op_call import OpCall
 from virtual_gpus.timeline.peak import BUFFERS, GATHERED, GRADIENTS, PARAMETERS
@@ -33,11 +34,11 @@ def split_with_sizes_copy(call: OpCall) -> list[torch.Tensor] | None:
     dim = call["dim"] % source.dim()
     chunks = math.prod(source.shape[:dim])
     per_chunk = [size * source.stride(dim) * source.element_size() for size in sizes]
-    blocks = sum(-(-nbytes // _BYTES) for nbytes in per_chunk)
+    blocks = sum(ceil_div(nbytes, _BYTES) for nbytes in per_chunk)
     at_once = call.gpu.spec.multi_processor_count * call.gpu.spec.threads // _THREADS * 2
-    factor = -(-blocks * chunks // at_once)
-    repeats = -(-factor // min(math.ceil(math.sqrt(factor)), chunks)) if factor else 1
-    blocks = sum(-(-nbytes // (_BYTES * repeats)) for nbytes in per_chunk)
+    factor = ceil_div(blocks * chunks, at_once)
+    repeats = ceil_div(factor, min(math.ceil(math.sqrt(factor)), chunks)) if factor else 1
+    blocks = sum(ceil_div(nbytes, _BYTES * repeats) for nbytes in per_chunk)
     _take_numbers(call, 4 * len(sizes) + 1 + blocks)
     return call.run()
 
@@ -54,7 +55,7 @@ def chunk_cat(call: OpCall) -> torch.Tensor:
     fits = all(_is_dense(t) and (t.dtype == wanted or (t.dtype, wanted) == _CAST) for t in tensors)
     if fits and (out is not None or not mixed):
         rows = [_padded_shape(tensor.shape, dim, chunks) for tensor in tensors]
-        blocks = sum(-(-(math.prod(shape[dim:]) // chunks * wanted.itemsize) // _BYTES) for shape in rows)
+        blocks = sum(ceil_div(math.prod(shape[dim:]) // chunks * wanted.itemsize, _BYTES) for shape in rows)
         _take_numbers(call, 6 * len(tensors) + 2 + blocks)
         return call.run()
     copies = [tensor.numel() * wanted.itemsize for tensor in tensors if mixed and tensor.dtype != wanted]
@@ -72,7 +73,7 @@ def _take_numbers(call: OpCall, count: int) -> None:
 
 
 def _padded_shape(shape: Sequence[int], dim: int, chunks: int) -> list[int]:
-    return [*shape[:dim], -(-shape[dim] // chunks) * chunks, *shape[dim + 1 :]]
+    return [*shape[:dim], rounded_up(shape[dim], chunks), *shape[dim + 1 :]]
 
 
 def _whole_gradients(foreach_reduce: FrameType) -> list[tuple[str, torch.Tensor]]:

@@ -12,6 +12,7 @@ Rules: c10/cuda/CUDACachingAllocator.cpp. Sizes are bytes. No torch is imported.
 
 from __future__ import annotations
 
+from virtual_gpus.arithmetic import ceil_div
 from virtual_gpus.memory.blocks import FREE, UNMAPPED, WAITING, Block, BlockPool, cut_off
 from virtual_gpus.memory.device import DeviceMemory
 
@@ -46,7 +47,7 @@ def _lowest_addresses(pool: BlockPool, size: int) -> Block | None:
 
 def _new_segment(device: DeviceMemory, pool: BlockPool, page: int) -> Block:
     """The addresses of a new segment, without memory."""
-    pages = -(-(device.capacity + device.capacity // 8) // page)  # 1 1/8 of the memory (CUDACachingAllocator.cpp)
+    pages = ceil_div(device.capacity + device.capacity // 8, page)  # 1 1/8 of the memory (CUDACachingAllocator.cpp)
     arena = device.add_segment(pages * page, pool, page)
     block = Block(arena.address, arena.size, pool, None, None, arena)
     block.state = UNMAPPED
@@ -59,7 +60,7 @@ def _map(device: DeviceMemory, gap: Block, nbytes: int) -> bool:
     arena, pool = gap.arena, gap.pool
     assert arena is not None  # only such segments have gaps
     first = (gap.address - arena.address) // arena.page
-    pages = range(first, first + -(-nbytes // arena.page))
+    pages = range(first, first + ceil_div(nbytes, arena.page))
     if not device.map(arena, pages):
         return False
     pool.remove(gap)
@@ -74,7 +75,7 @@ def unmap_free_pages(device: DeviceMemory, pool: BlockPool) -> None:
     """Give the memory of all wholly free pages of a pool back to the GPU."""
     for block, arena in [(entry[2], arena) for entry in pool.free if (arena := entry[2].arena) is not None]:
         start = block.address - arena.address
-        pages = range(-(-start // arena.page), (start + block.size) // arena.page)
+        pages = range(ceil_div(start, arena.page), (start + block.size) // arena.page)
         if not pages:
             continue
         pool.remove(block)

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from virtual_gpus.arithmetic import ceil_div
 from virtual_gpus.errors import refusing
 from virtual_gpus.machine import VirtualGPU, active
 from virtual_gpus.placement.storages import gpu_of
@@ -171,8 +172,8 @@ def count_draws(generator: torch.Generator, elements: int, multiprocessors: int 
     """
     made = _generators.get(generator._cdata)  # type: ignore  # not in PyTorch's stubs
     if made is not None:
-        blocks = min(multiprocessors * _BLOCKS_PER_MULTIPROCESSOR, -(-elements // _THREADS_PER_BLOCK)) or 1
-        made._offset += _PER_CALL * max(1, -(-elements // (blocks * _THREADS_PER_BLOCK * _PER_CALL)))
+        blocks = min(multiprocessors * _BLOCKS_PER_MULTIPROCESSOR, ceil_div(elements, _THREADS_PER_BLOCK)) or 1
+        made._offset += _PER_CALL * max(1, ceil_div(elements, blocks * _THREADS_PER_BLOCK * _PER_CALL))
 
 
 def default_generator(gpu: VirtualGPU) -> Generator:

@@ -15,9 +15,9 @@ from contextlib import ExitStack
 from typing import Any
 
 from virtual_gpus import figures
+from virtual_gpus.arithmetic import ceil_div, rounded_up
 from virtual_gpus.features.attention.choice import HALF, T, must_be_deterministic
 from virtual_gpus.machine import VirtualGPU
-from virtual_gpus.memory_model import rounded_up
 from virtual_gpus.placement.storages import StorageAllocation, scratch
 
 FLOAT = 4
@@ -130,13 +130,13 @@ class Flash(Kernel):
         """Sums of query's gradient: one, or one per group of thread blocks when the order of adding must be fixed."""
         if not must_be_deterministic():
             return 1
-        return -(-self.gpu.spec.multi_processor_count // (self.n * self.heads))
+        return ceil_div(self.gpu.spec.multi_processor_count, self.n * self.heads)
 
     def _splits(self) -> int:
         """In how many parts the keys are worked on at the same time (num_splits_heuristic)."""
         processors = 2 * self.gpu.spec.multi_processor_count
-        blocks = self.n * self.heads * -(-self.rows // 64)
-        key_blocks = -(-self.columns // (256 if self.width <= 64 else 128 if self.width <= 128 else 64))
+        blocks = self.n * self.heads * ceil_div(self.rows, 64)
+        key_blocks = ceil_div(self.columns, 256 if self.width <= 64 else 128 if self.width <= 128 else 64)
         return 1 if blocks >= 0.8 * processors else _best_split(blocks, processors, key_blocks)
 
 
@@ -144,9 +144,9 @@ def _best_split(blocks: int, processors: int, key_blocks: int) -> int:
     """The smallest number of parts that keeps the processors at least 85 % as busy as the best number does."""
     busy = {}
     for splits in range(1, min(128, processors, key_blocks) + 1):
-        if splits == 1 or -(-key_blocks // splits) != -(-key_blocks // (splits - 1)):  # else it is the same work
+        if splits == 1 or ceil_div(key_blocks, splits) != ceil_div(key_blocks, splits - 1):  # else it is the same work
             waves = blocks * splits / processors
-            busy[splits] = waves / -(-blocks * splits // processors)
+            busy[splits] = waves / ceil_div(blocks * splits, processors)
     best = max(busy.values(), default=0)
     return next((splits for splits, share in busy.items() if share >= 0.85 * best), 1)
 
@@ -226,14 +226,14 @@ class _BackwardKernel:
             widths = rounded_up(sizes.width, self.rows) + rounded_up(sizes.value_width, self.rows)
             numbers += self._splits() * self.columns * widths
         if self.splits_keys or sizes.half:
-            blocks = -(-sizes.rows // self.rows) * -(-sizes.width // self.columns)
+            blocks = ceil_div(sizes.rows, self.rows) * ceil_div(sizes.width, self.columns)
             numbers += blocks * (4 + self.rows * self.columns)  # a lock and a counter each
         return sizes.n * sizes.heads * rounded_up(numbers, 4) * FLOAT
 
     def _splits(self) -> int:
         """In how many parts the keys are worked on at the same time."""
         sizes = self.sizes
-        splits = -(-sizes.columns // self.columns)
+        splits = ceil_div(sizes.columns, self.columns)
         if sizes.n * sizes.heads >= 256 and sizes.columns <= 2 * self.columns:
             splits = 1
         splits = min(splits, 200 // max(1, sizes.n * sizes.heads))

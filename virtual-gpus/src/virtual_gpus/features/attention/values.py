@@ -13,6 +13,7 @@ from collections.abc import Iterable
 
 import torch
 
+from virtual_gpus.arithmetic import ceil_div
 from virtual_gpus.features.attention.choice import HALF, T
 from virtual_gpus.features.half_precision import slow_types
 
@@ -116,7 +117,7 @@ class Numbers:
 
 def _bits(count: int, generator: torch._C.Generator) -> torch.Tensor:
     """`count` random integers of 16 bits; four come with each draw."""
-    drawn = torch.empty(-(-count // 4), dtype=torch.int64).random_(-(1 << 63), None, generator=generator)
+    drawn = torch.empty(ceil_div(count, 4), dtype=torch.int64).random_(-(1 << 63), None, generator=generator)
     return drawn.view(torch.int16)[:count]
 
 

@@ -13,10 +13,10 @@ from __future__ import annotations
 from math import prod
 
 from virtual_gpus import figures
+from virtual_gpus.arithmetic import rounded_up
 from virtual_gpus.clock.cost import OperatorClass
 from virtual_gpus.clock.cost_matmul import in_tiles
 from virtual_gpus.clock.work import Cost, Operand, Operation, added_on_host
-from virtual_gpus.memory_model import rounded_up
 
 _FIGURES = figures.read("operators.toml")
 _FITTED, _SUM = _FIGURES["convolutions"], _FIGURES["formulas"]["reduction"]

@@ -52,6 +52,7 @@ from math import prod
 from typing import NamedTuple
 
 from virtual_gpus import figures
+from virtual_gpus.arithmetic import ceil_div, rounded_up
 
 _TILE = 128  # rows and columns of the output that one block of threads computes
 _NARROW = 32  # columns of the narrowest tile
@@ -107,7 +108,7 @@ def _turns_output(shape: Shape) -> bool:
     taps = prod(shape.kernel)
     if taps == 1:
         return shape.strided
-    fills = _ceil(shape.pixels, _TILE) * _ceil(shape.filters, _TILE) >= shape.sms
+    fills = ceil_div(shape.pixels, _TILE) * ceil_div(shape.filters, _TILE) >= shape.sms
     return fills or shape.channels < 4 or shape.channels // shape.groups * taps >= FITTED["deep_sum"]
 
 
@@ -127,7 +128,7 @@ def data_gradient(shape: Shape) -> int:
 
 def _sums_of_one_pixel(shape: Shape) -> int:
     """Partial sums of the input gradient's whole tiles."""
-    tiles = shape.groups * _ceil(shape.batch, _TILE) * _ceil(shape.channels // shape.groups, _TILE)
+    tiles = shape.groups * ceil_div(shape.batch, _TILE) * ceil_div(shape.channels // shape.groups, _TILE)
     parts = min(shape.sms // tiles, shape.filters // shape.groups * prod(shape.kernel) // FITTED["shortest_sum"])
     return parts * tiles * _TILE**2 * 4 if parts > 1 else 0
 
@@ -185,14 +186,14 @@ def _filters(shape: Shape, padded: int) -> int:
 def _whole_vectors(shape: Shape) -> int:
     """Channels in whole vectors of 16 bytes, as tensor cores want them; groups are left as they are."""
     vector = 16 // shape.itemsize
-    return shape.channels if shape.groups > 1 else _ceil(shape.channels, vector) * vector
+    return shape.channels if shape.groups > 1 else rounded_up(shape.channels, vector)
 
 
 def _parts(shape: Shape, padded: int) -> int:
     """Into how many parts the sum over pixels is split. A tile covers channels of one filter tap, if they fill it."""
     taps, channels = prod(shape.kernel), padded // shape.groups
-    columns = taps * _ceil(channels, _TILE) if channels >= _NARROW else _ceil(taps * channels, _NARROW)
-    tiles = shape.groups * _ceil(shape.filters // shape.groups, _TILE) * columns
+    columns = taps * ceil_div(channels, _TILE) if channels >= _NARROW else ceil_div(taps * channels, _NARROW)
+    tiles = shape.groups * ceil_div(shape.filters // shape.groups, _TILE) * columns
     return max(1, min(shape.sms // tiles, shape.pixels // FITTED["shortest_part"]))
 
 
@@ -214,7 +215,7 @@ def _takes_winograd(shape: Shape) -> bool:
 
 def _winograd(shape: Shape) -> int:
     """The input's tiles, the gradient's tiles and their products, transformed."""
-    tiles = shape.batch * prod(_ceil(side, _WINOGRAD_TILE) for side in shape.output)
+    tiles = shape.batch * prod(ceil_div(side, _WINOGRAD_TILE) for side in shape.output)
     numbers = tiles * (shape.channels + shape.filters) + shape.channels * shape.filters
     return (_WINOGRAD_TILE + 2) ** 2 * 4 * numbers
 
@@ -246,7 +247,3 @@ def _sums(shape: Shape) -> int:
 def _offsets(shape: Shape) -> int:
     """A table with the offset of each element of a filter."""
     return shape.channels // shape.groups * prod(shape.kernel) * 4
-
-
-def _ceil(number: int, unit: int) -> int:
-    return -(-number // unit)

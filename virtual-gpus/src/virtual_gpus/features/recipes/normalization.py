@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from virtual_gpus.arithmetic import ceil_div, power_of_2
 from virtual_gpus.clock.cost import FITTED, OperatorClass, moves
 from virtual_gpus.clock.work import Cost, Operation
 from virtual_gpus.dispatch import known
@@ -22,7 +23,6 @@ from virtual_gpus.dispatch.timing import charge_kernel
 from virtual_gpus.entrance import entrance
 from virtual_gpus.features.recipes.packed_inputs import packed_copies
 from virtual_gpus.machine import VirtualGPU
-from virtual_gpus.memory_model import power_of_2
 from virtual_gpus.patches.table import Patch
 from virtual_gpus.placement.storages import StorageAllocation, gpu_of, is_wrapper, nbytes, place_all, put, scratch
 from virtual_gpus.placement.wrappers import arrived, is_dtensor
@@ -58,7 +58,7 @@ def _partial_gradients(call: OpCall) -> list[int]:
     rows = tensor.numel() // max(1, columns)
     if rows <= _MANY_ROWS or columns // 32 >= call.gpu.spec.multi_processor_count // 2:
         return []
-    blocks = min(_MANY_ROWS // 2 // -(-columns // 32), -(-rows // 32))
+    blocks = min(_MANY_ROWS // 2 // ceil_div(columns, 32), ceil_div(rows, 32))
     size = blocks * columns * tensor.element_size()
     return [size for name in ("weight", "bias") if call[name] is not None]
 
@@ -116,15 +116,15 @@ def _partial_sums(call: OpCall, tensor: torch.Tensor, per_block: int) -> None:
     channels = tensor.shape[1]
     blocks = _blocks(tensor.numel() // channels, channels)
     if blocks > 1:
-        with call.scratch(per_block * channels * blocks * 4, -(-channels // 32) * 4):
+        with call.scratch(per_block * channels * blocks * 4, ceil_div(channels, 32) * 4):
             pass
 
 
 def _blocks(rows: int, channels: int) -> int:
     """How many blocks share a channel (flexible_launch_configs: at least 16 rows per thread, at most 128 blocks)."""
     width = min(power_of_2(channels), 32)
-    height = min(power_of_2(-(-rows // _ELEMENTS_PER_THREAD)), _LAST_BLOCK // width)
-    blocks = min(128, -(-rows // (height * _ELEMENTS_PER_THREAD)))
+    height = min(power_of_2(ceil_div(rows, _ELEMENTS_PER_THREAD)), _LAST_BLOCK // width)
+    blocks = min(128, ceil_div(rows, height * _ELEMENTS_PER_THREAD))
     return blocks if blocks >= 8 else 1  # fewer are not worth their trouble
 
 

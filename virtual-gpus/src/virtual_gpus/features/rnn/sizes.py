@@ -22,9 +22,9 @@ Source of the rules: aten/src/ATen/native/cudnn/RNN.cpp (get_algo), aten/src/ATe
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import ceil
 
 from virtual_gpus import figures
+from virtual_gpus.arithmetic import ceil_div, rounded_up
 
 GATES = {"LSTM": 4, "GRU": 3, "RNN": 1}
 DROPOUT_STATE = 1024 * 48  # per multiprocessor: states of cuRAND's XORWOW, one per thread
@@ -92,7 +92,7 @@ def reserve_bytes(net: Network) -> int:
     if net.output != net.hidden:
         kept += net.inner * net.hidden  # before the projection
     between = (net.layers - 1) * net.directions * net.output
-    masks = ceil(steps * between / 8) if net.dropout else 0  # a bit each
+    masks = ceil_div(steps * between, 8) if net.dropout else 0  # a bit each
     return steps * (kept + between) * net.itemsize + masks + 256
 
 
@@ -118,5 +118,5 @@ def workspace_bytes(net: Network, small: bool, training: bool = True) -> int:
         total += net.inner * sequence * passes * FITTED["small"] * net.gates
     states += 4 * both_ways
     # Integers per sequence and per step, each list from a multiple of 256 bytes on.
-    lengths = sum(ceil(4 * count / 256) * 256 for count in (net.batch, net.time))
+    lengths = sum(rounded_up(4 * count, 256) for count in (net.batch, net.time))
     return total + states * net.batch * net.hidden * net.itemsize + lengths
