@@ -153,7 +153,7 @@ def counted():
         "held": held,
         "segments": len(torch.cuda.memory_snapshot()),
         "known times": len(timing._kept),
-        "collectives on their way": sum(len(track.late) for track in tracks),
+        "collectives on their way": sum(len(track.expected) for track in tracks),
         "streams": sum(len(track.streams) for track in tracks),
         "resident": int(STATM.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if STATM.exists() else 0,
     }

@@ -1,36 +1,55 @@
-"""What a feature is told that follows all work on the GPUs, as the search for races does. No torch here."""
+"""What a feature is told that follows all work on the GPUs, as the search for races does, or that charges for it.
+
+`GPU` is a `VirtualGPU`, whose module is of a higher layer, as those of an `OpCall` and a `StorageAllocation` are.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Generic, TypeVar
+
+import torch
+
+from virtual_gpus.clock.clock import Arrival
+
+GPU = TypeVar("GPU")
+Tensors = Iterable[torch.Tensor]
 
 
-class Follower:
+class Charger(Generic[GPU]):
+    """Charges some operators in another way than `dispatch.timing.charge_op`. A feature overrides both."""
+
+    def takes(self, call: Any, result: object) -> bool:
+        """Charge an operator, or leave it (False). call: an `OpCall`. result: what it returned."""
+        return False
+
+    def before(self, gpu: GPU, tensors: Tensors) -> None:
+        """An operator that it left is about to be charged. tensors: what it reads."""
+
+
+class Follower(Generic[GPU]):
     """Told of work in the order in which the host issues it. A feature overrides what it wants to know of."""
 
     def follow(self, call: Any) -> Any:
         """Run an operator by its route, and return what it returned. call: an `OpCall`."""
         return call.op.route(call)
 
-    def kernel(self, name: str, reads: Iterable[Any], writes: Iterable[Any]) -> None:
+    def kernel(self, name: str, reads: Tensors, writes: Tensors) -> None:
         """Work on tensors, on the current streams, that the dispatch mode does not see."""
 
-    def copy(self, source: Any, target: Any, blocking: bool) -> None:
+    def copy(self, source: torch.Tensor, target: torch.Tensor, blocking: bool) -> None:
         """A copy between two devices. blocking: whether the program asked the host to wait for it."""
 
-    def collective(
-        self, gpu: Any, queue: str, name: str, reads: Iterable[Any], writes: Iterable[Any], arrival: Any
-    ) -> None:
+    def collective(self, gpu: GPU, queue: str, name: str, reads: Tensors, writes: Tensors, arrival: Arrival) -> None:
         """A collective or message in a queue of its group, behind what the current stream was given so far."""
 
-    def stream_waits(self, gpu: Any, arrival: Any) -> None:
+    def stream_waits(self, gpu: GPU, arrival: Arrival | None) -> None:
         """The current stream waits for a collective."""
 
-    def stream_waits_for(self, gpu: Any, tensors: Iterable[Any]) -> None:
+    def stream_waits_for(self, gpu: GPU, tensors: Tensors) -> None:
         """The current stream waits for the collectives that fill some tensors."""
 
-    def host_waits(self, gpu: Any) -> None:
+    def host_waits(self, gpu: GPU) -> None:
         """The host waits for the current stream."""
 
     def used_by(self, allocation: Any, slot: int, stream: int) -> None:
@@ -40,4 +59,4 @@ class Follower:
         """A storage gave its block back. key: the id of its allocation."""
 
 
-NO_FOLLOWER = Follower()
+NO_FOLLOWER = Follower[Any]()

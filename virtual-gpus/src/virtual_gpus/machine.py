@@ -17,7 +17,7 @@ import torch
 
 from virtual_gpus import errors
 from virtual_gpus.clock.clock import Clock
-from virtual_gpus.follower import NO_FOLLOWER, Follower
+from virtual_gpus.follower import NO_FOLLOWER, Charger, Follower
 from virtual_gpus.memory.allocator import FIRST_ADDRESS, Block, CachingAllocator, OutOfMemory
 from virtual_gpus.memory.device import no_others
 from virtual_gpus.memory.options import Options
@@ -96,8 +96,8 @@ class VirtualMachine:
         self.topology = settings.topology
         self.measured = settings.table
         self.clock = Clock(settings.count)
-        self.charger: Any = None  # a feature's that charges some operators itself, see `dispatch.timing.charge_op`
-        self.follower: Follower = NO_FOLLOWER  # a feature's that follows all work
+        self.charger: Charger[VirtualGPU] | None = None  # a feature's that charges some operators itself
+        self.follower: Follower[VirtualGPU] = NO_FOLLOWER  # a feature's that follows all work
         self._last_seen = -1, 0.0  # operators issued when the load was last asked for, and when that was new
         self.said_that_it_is_off = False  # see `errors.warn_of_gpu_that_is_off`
         self.on = False  # tensors of a machine that went off are ordinary CPU tensors

@@ -18,8 +18,9 @@ the clock costs a few microseconds per operator. What is kept: for each GPU when
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any, NamedTuple
+from weakref import ref
 
 from virtual_gpus import figures
 
@@ -72,10 +73,34 @@ class Span(NamedTuple):
     sent: float = 0.0
 
 
+class Arrival:
+    """When a tensor from other processes is here. end: its modelled time, or what asks the sender for it.
+
+    given: whether Python has the Work, so that the program must wait for it; else C++ does. past: of a follower's.
+    """
+
+    given = False
+    past: Any = None
+
+    def __init__(self, end: float | Callable[[], float]):
+        self._end = end
+
+    @property
+    def known(self) -> bool:
+        """True if `time` need not wait."""
+        return not callable(self._end)
+
+    def time(self) -> float:
+        """The modelled time of arrival. Raises what the sender's silence is worth: DistNetworkError."""
+        if callable(self._end):
+            self._end = self._end()
+        return self._end
+
+
 class Track:
     """One GPU: when each stream is free, and when the multiprocessors are."""
 
-    __slots__ = ("beside", "busy", "free", "gaps", "late", "streams", "urgent")
+    __slots__ = ("_late", "beside", "busy", "expected", "free", "gaps", "streams", "urgent")
 
     def __init__(self):
         self.streams: dict[int | str, float] = {}
@@ -84,7 +109,8 @@ class Track:
         self.busy: deque[float] = deque()  # starts and ends in turn, merged, of the last second: no object per span
         self.urgent: set[int] = set()  # streams that were made with a priority
         self.beside: deque[tuple[float, float]] = deque(maxlen=16)  # starts and ends of collectives, for later kernels
-        self.late: dict[int, Any] = {}  # id of a storage's allocation -> when a collective fills it, see `arrivals`
+        self._late: dict[int, tuple[Arrival, ref[object]]] = {}  # by the id of the allocation that it fills
+        self.expected: Collection[int] = self._late.keys()  # not empty while tensors from other processes are late
 
     def take(self, earliest: float, seconds: float, urgent: bool = False) -> float:
         """When a kernel that may start at `earliest` gets the multiprocessors.
@@ -153,10 +179,23 @@ class Track:
         busy = sum(max(0.0, min(end, now) - max(start, since)) for start, end in spans)
         return busy / (now - since) if now > since else 0.0
 
-    def arrival_of(self, allocation: object) -> Any:
-        """What says when a collective fills a storage; None if nothing is on its way there."""
-        arrival, owner = self.late.get(id(allocation), (None, None))
+    def expect(self, allocation: object, arrival: Arrival) -> None:
+        """A collective fills a storage. allocation: its record, which may go before that."""
+        self._late[id(allocation)] = arrival, ref(allocation)
+
+    def arrival_of(self, allocation: object) -> Arrival | None:
+        """When a collective fills a storage; None if nothing is on its way there."""
+        arrival, owner = self._late.get(id(allocation), (None, None))
         return arrival if owner is not None and owner() is allocation else None
+
+    def forget_past(self, ready: float) -> None:
+        """Forget what is here by then, and what is for storages that are gone.
+
+        Another thread or a finalizer may expect or forget something meanwhile, so this goes through a copy.
+        """
+        for key, (arrival, owner) in self._late.copy().items():
+            if owner() is None or (arrival.known and arrival.time() <= ready):
+                self._late.pop(key, None)
 
     @property
     def done(self) -> float:

@@ -90,7 +90,7 @@ def _issue(
         gpu.machine.charger.before(gpu, tensors)
     if call is not None and gpu.machine.measured is not None:
         seconds = gpu.machine.measured.seconds(key_of(call.func, call.args, call.kwargs), seconds)
-    if clock.tracks[gpu.slot].late:  # asked here too, which spares the call
+    if clock.tracks[gpu.slot].expected:  # asked here too, which spares the call
         await_tensors(gpu, tensors)
     clock.launch(gpu.slot, stream, seconds, host, name, needs.further)
 
@@ -210,22 +210,17 @@ def _peer_copy(source: VirtualGPU, target: VirtualGPU, nbytes: int) -> None:
 
 
 def await_tensors(gpu: VirtualGPU, tensors: Iterable[torch.Tensor]) -> None:
-    """Work of the current stream on what a collective fills waits for the collective. What is past is forgotten.
-
-    Another thread or a finalizer may launch a collective or forget one meanwhile, so this goes through a copy.
-    """
+    """Work of the current stream on what a collective fills waits for the collective. What is past is forgotten."""
     clock, stream = gpu.machine.clock, gpu.stream
     track = clock.tracks[gpu.slot]
-    if not track.late:
+    if not track.expected:
         return
     ready = clock.ready(gpu.slot, stream)
     for tensor in tensors:
         arrival = track.arrival_of(allocation_of(tensor))
         if arrival is not None:
             clock.hold(gpu.slot, stream, arrival.time())
-    for key, (arrival, owner) in track.late.copy().items():
-        if owner() is None or (arrival.known and arrival.time() <= ready):
-            track.late.pop(key, None)
+    track.forget_past(ready)
 
 
 # ---- what the formulas say -------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from virtual_gpus.clock.clock import Clock
+from virtual_gpus.clock.clock import Arrival, Clock
 from virtual_gpus.dispatch.op_call import OpCall
 from virtual_gpus.entrance import program_frame, quoted_line
 from virtual_gpus.errors import RaceError
@@ -140,7 +140,7 @@ class _Issued:
 
     __slots__ = ("arrival", "line", "number", "past", "place", "what")
 
-    def __init__(self, order: Order, place: Place, what: str, arrival: Any = None):
+    def __init__(self, order: Order, place: Place, what: str, arrival: Arrival | None = None):
         self.place, self.what, self.arrival = place, what, arrival
         self.past = order.past(place)
         self.number = order.begin(place) if place != _HOST else 0
@@ -180,7 +180,7 @@ class _History:
         self.waited_for: set[Place] = set()  # streams of `record_stream`, for which the allocator waits
 
 
-class RaceChecker(Follower):
+class RaceChecker(Follower[VirtualGPU]):
     """What `check_races` does on one machine."""
 
     def __init__(self, machine: VirtualMachine):
@@ -239,7 +239,9 @@ class RaceChecker(Follower):
                 self._order.wait(_HOST, work.past)
         self._order.join(places)
 
-    def collective(self, gpu: VirtualGPU, queue: str, name: str, reads: Tensors, writes: Tensors, arrival: Any) -> None:
+    def collective(
+        self, gpu: VirtualGPU, queue: str, name: str, reads: Tensors, writes: Tensors, arrival: Arrival
+    ) -> None:
         """A collective or message in a queue of its group, behind what the current stream was given so far."""
         place = (gpu.slot, queue)
         self._order.wait(place, self._order.past((gpu.slot, gpu.stream)))
@@ -251,9 +253,9 @@ class RaceChecker(Follower):
         for tensor in writes:
             self._access(tensor, True, works)
 
-    def stream_waits(self, gpu: VirtualGPU, arrival: Any) -> None:
+    def stream_waits(self, gpu: VirtualGPU, arrival: Arrival | None) -> None:
         """The current stream waits for a collective."""
-        if getattr(arrival, "past", None):
+        if arrival is not None and arrival.past:
             self._order.wait((gpu.slot, gpu.stream), arrival.past)
 
     def stream_waits_for(self, gpu: VirtualGPU, tensors: Tensors) -> None:

@@ -16,6 +16,7 @@ import torch
 from virtual_gpus.clock.cost import class_of
 from virtual_gpus.dispatch.op_call import OpCall
 from virtual_gpus.dispatch.timing import await_tensors
+from virtual_gpus.follower import Charger
 from virtual_gpus.machine import VirtualGPU
 from virtual_gpus.placement.storages import allocation_of, nbytes, tensors_in
 from virtual_gpus.threads import OfEachThread, this_thread
@@ -24,13 +25,13 @@ from virtual_gpus.threads import OfEachThread, this_thread
 in_this_thread = OfEachThread(compiled=False)
 
 
-class Fusion:
+class Fusion(Charger[VirtualGPU]):
     """The results of fused operators that nothing has written yet. One per machine, once it runs compiled code."""
 
     def __init__(self) -> None:
         self._unwritten: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # allocations, by id
 
-    def takes(self, call: OpCall, result: Any) -> bool:
+    def takes(self, call: OpCall, result: object) -> bool:
         """Charge an operator if it is fused."""
         if not (in_this_thread.compiled or this_thread.in_backward):
             return False

@@ -7,17 +7,18 @@ called; the host goes on.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
+from virtual_gpus.clock.clock import Arrival
 from virtual_gpus.features.distributed.groups import row_of
 from virtual_gpus.machine import VirtualGPU
 from virtual_gpus.placement.storages import allocation_of, gpu_of, tensors_in
 from virtual_gpus.threads import OfEachThread
 
-_ends: weakref.WeakKeyDictionary[Any, tuple[VirtualGPU, Any]] = weakref.WeakKeyDictionary()  # of works that Python has
+_ends: weakref.WeakKeyDictionary[Any, tuple[VirtualGPU, Arrival]] = weakref.WeakKeyDictionary()  # of Python's works
 # collective: the GPU and the end of the one that was issued last, for its Work
 _last_issued = OfEachThread(collective=None)
 
@@ -30,29 +31,6 @@ class Lane(NamedTuple):
     row: str
     queue: str
     after: tuple[str, ...]
-
-
-class Arrival:
-    """When a tensor from other processes is here. end: its modelled time, or what asks the sender for it.
-
-    given: whether Python has the Work, so that the program must wait for it; else C++ does.
-    """
-
-    given = False
-
-    def __init__(self, end: float | Callable[[], float]):
-        self._end = end
-
-    @property
-    def known(self) -> bool:
-        """True if `time` need not wait."""
-        return not callable(self._end)
-
-    def time(self) -> float:
-        """The modelled time of arrival. Raises DistNetworkError if the sender does not tell when it sent the tensor."""
-        if callable(self._end):
-            self._end = self._end()
-        return self._end
 
 
 def lane_of(group: torch.distributed.ProcessGroup, kind: str) -> Lane:
@@ -69,7 +47,7 @@ def begins(gpu: VirtualGPU, lane: Lane, tensors: Iterable[torch.Tensor]) -> floa
     now = clock.spend(clock.host.operator, gpu.slot)
     begins = max(now, clock.ready(gpu.slot, gpu.stream), *(clock.ready(gpu.slot, queue) for queue in lane.after))
     track = clock.tracks[gpu.slot]
-    for tensor in tensors if track.late else ():
+    for tensor in tensors if track.expected else ():
         arrival = track.arrival_of(allocation_of(tensor))
         if arrival is not None and arrival.known:
             begins = max(begins, arrival.time())
@@ -90,7 +68,7 @@ def note(gpu: VirtualGPU, tensors: Iterable[torch.Tensor], arrival: Arrival) -> 
         allocation = allocation_of(tensor)
         if allocation is not None:
             owner = allocation.gpu
-            owner.machine.clock.tracks[owner.slot].late[id(allocation)] = arrival, weakref.ref(allocation)
+            owner.machine.clock.tracks[owner.slot].expect(allocation, arrival)
 
 
 def remember(work: Any) -> None:

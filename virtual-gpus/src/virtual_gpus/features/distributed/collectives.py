@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from virtual_gpus.clock.clock import Arrival
 from virtual_gpus.clock.links import GroupLinks
 from virtual_gpus.clock.traffic import COLLECTIVES, collective_seconds, kind_of, sent_bytes
 from virtual_gpus.dispatch import foreach_ops
@@ -27,7 +28,7 @@ from virtual_gpus.dispatch.routes import on_host
 from virtual_gpus.dispatch.timing import await_tensors
 from virtual_gpus.features.distributed import groups, one_rank
 from virtual_gpus.features.distributed.agreement import CollectiveMismatch, mismatch, number, purpose
-from virtual_gpus.features.distributed.arrivals import Arrival, Lane, begins, gpu_bytes, lane_of, note, occupy, on_gpus
+from virtual_gpus.features.distributed.arrivals import Lane, begins, gpu_bytes, lane_of, note, occupy, on_gpus
 from virtual_gpus.features.distributed.messages import RECEIVES, SENDS, on_their_way, send_or_receive
 from virtual_gpus.features.distributed.whereabouts import connect, tell_who_is_missing, wait_for_all
 from virtual_gpus.machine import VirtualGPU

@@ -16,8 +16,9 @@ from typing import Any
 
 import torch
 
+from virtual_gpus.clock.clock import Arrival
 from virtual_gpus.clock.traffic import message_seconds
-from virtual_gpus.features.distributed.arrivals import Arrival, Lane, begins, gpu_bytes, lane_of, note, occupy
+from virtual_gpus.features.distributed.arrivals import Lane, begins, gpu_bytes, lane_of, note, occupy
 from virtual_gpus.features.distributed.groups import fake_links, gloo_group, host_and_slot, is_fake_group, state_of
 from virtual_gpus.machine import VirtualGPU
 from virtual_gpus.threads import below
