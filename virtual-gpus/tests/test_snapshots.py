@@ -16,6 +16,7 @@ from interrupts import interrupted_at, press
 from torch import nn
 from torch.cuda import _memory_viz as viz
 from virtual_gpus import NotModelled, virtual_gpus
+from virtual_gpus.features.snapshots.calls import recorders
 from virtual_gpus.machine import active
 
 MIB = 2**20
@@ -196,7 +197,7 @@ def test_frames_show_the_program_and_not_how_virtual_gpus_work(shapes_only):
         worker.join()
         snapshot = memory._snapshot()
     assert not torch._C._cuda_isHistoryEnabled() and trace() == []  # recording has ended with its GPUs
-    assert inner.gpus[0].allocator.observers == [] and not inner.feature_state["snapshots"][0].entries
+    assert inner.gpus[0].allocator.observers == [] and not recorders.of(inner)[0].entries
     stacks = [event["frames"] for events in snapshot["device_traces"] for event in events]
     assert len(stacks) > 100
     for frames in stacks:

@@ -11,7 +11,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 
@@ -26,6 +26,7 @@ from virtual_gpus.processes.shared_memory import FOLDER, SharedMemoryRegistry
 from virtual_gpus.settings import Settings
 from virtual_gpus.threads import OfEachThread
 
+T = TypeVar("T")
 _CONTEXTS_THAT_FIT = 8  # at least, into a GPU's memory: one that a test makes small keeps room for tensors
 
 
@@ -42,14 +43,14 @@ class VirtualGPU:
         self.allocator = CachingAllocator(self.memory, first_address=FIRST_ADDRESS + (slot << 44))
         self.allocator.clock = machine
         self.generator: Any = None  # made on first use, with torch (see random_numbers)
-        self.feature_state: dict[str, Any] = {}  # what features keep for this GPU, each under its own name
-        self.of_thread: Any = OfEachThread(stream=0)  # `stream`: the number of each thread's current one
+        self.feature_state: dict[Kept[Any], Any] = {}  # what features keep for this GPU
+        self.stream_of_thread = OfEachThread(0)  # the number of each thread's current one
         self.uuid = f"GPU-00000000-0000-4000-8000-{slot:012d}"
 
     @property
     def stream(self) -> int:
         """The current stream of this thread on this GPU. 0 is the default stream. Every block belongs to a stream."""
-        return self.of_thread.stream
+        return self.stream_of_thread.value
 
     def start_context(self) -> None:
         """Count the memory of the CUDA context, which a real GPU allocates when a process first uses it.
@@ -72,7 +73,7 @@ class VirtualGPU:
         if not allocator.device.context:
             self.start_context()
         try:
-            return allocator.malloc(nbytes, self.of_thread.stream, owner)
+            return allocator.malloc(nbytes, self.stream_of_thread.value, owner)
         except OutOfMemory as error:
             error.gpu = self  # type: ignore  # for `entrance`; a field of this type would be of a higher layer
             raise
@@ -107,9 +108,9 @@ class VirtualMachine:
         self.options: Options | None = None  # of all allocators; None before CUDA's start
         self.first_options: Callable[[], Options] = Options  # what they are at CUDA's start
         self.start_in_child: Callable[..., None] | None = None  # by `switch`, which lies above
-        self.feature_state: dict[str, Any] = {}  # what features keep for this machine, each under its own name
+        self.feature_state: dict[Kept[Any], Any] = {}  # what features keep for this machine
         self.variables: dict[str, str] = {}  # of the environment while it is on, by features before it goes on
-        self.of_thread: Any = OfEachThread(index=0)  # that of each thread's current GPU, 0 at first as in CUDA
+        self.index_of_thread = OfEachThread(0)  # that of each thread's current GPU, 0 at first as in CUDA
 
     @functools.cached_property
     def gpus(self) -> list[VirtualGPU]:
@@ -155,11 +156,11 @@ class VirtualMachine:
     @property
     def current(self) -> int:
         """Index of this thread's current GPU."""
-        return self.of_thread.index
+        return self.index_of_thread.value
 
     @current.setter
     def current(self, index: int) -> None:
-        self.of_thread.index = index
+        self.index_of_thread.value = index
 
     # What allocators ask about streams, see `memory.allocator.CachingAllocator`. The clock may be another one by then.
 
@@ -209,6 +210,22 @@ class VirtualMachine:
     def registry_name(self) -> str:
         """A text that is equal only for machines with the same number, kind and memory of GPUs."""
         return f"{len(self.slots)}x{''.join(filter(str.isalnum, self.slots[0].spec.kind))}x{self.slots[0].memory}"
+
+
+class Kept(Generic[T]):
+    """What a feature keeps for each GPU or machine. It goes when that goes. make: is given the GPU or machine."""
+
+    def __init__(self, make: Callable[[Any], T]):
+        self._make = make
+
+    def of(self, owner: VirtualGPU | VirtualMachine) -> T:
+        """That of `owner`, made when it is first asked for."""
+        found = self.made(owner)
+        return owner.feature_state.setdefault(self, self._make(owner)) if found is None else found
+
+    def made(self, owner: VirtualGPU | VirtualMachine) -> T | None:
+        """The same; None if nothing has asked for it yet."""
+        return owner.feature_state.get(self)
 
 
 _stack: list[VirtualMachine] = []

@@ -5,9 +5,11 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Generic, TypeVar
 
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack, _pop_mode, _push_mode
+
+T = TypeVar("T")
 
 
 class ThreadState(threading.local):
@@ -27,11 +29,11 @@ class ThreadState(threading.local):
 this_thread = ThreadState()
 
 
-class OfEachThread(threading.local):
-    """Attributes that each thread has for itself, with these values at first."""
+class OfEachThread(threading.local, Generic[T]):
+    """A value that each thread has for itself, with this one at first."""
 
-    def __init__(self, **values: Any) -> None:
-        vars(self).update(values)
+    def __init__(self, value: T) -> None:
+        self.value = value
 
 
 OWN_THREAD = "virtual_gpus"  # how the names of this package's threads begin: they issue no operators

@@ -81,7 +81,7 @@ def _issue(
     call: whose measured seconds win. trains: whether autograd notes them down, which costs the host more. None: if it
     runs in this thread, or records and one of the tensors is trained.
     """
-    clock, stream = gpu.machine.clock, gpu.of_thread.stream
+    clock, stream = gpu.machine.clock, gpu.stream_of_thread.value
     seconds, host = needs.seconds, needs.host
     if trains or (trains is None and (this_thread.in_backward or (_grad_enabled() and any(map(_is_trained, tensors))))):
         host += clock.host.training

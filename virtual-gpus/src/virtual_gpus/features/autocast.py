@@ -53,8 +53,8 @@ _raw_clear = torch.clear_autocast_cache
 _raw = {name: getattr(_Scaler, name) for name in ("_maybe_opt_step", "get_scale", "_get_growth_tracker")}
 _registering = threading.Lock()
 _library: list[torch.library.Library] = []
-# casts: while `torch.autocast("cuda")` is on and the operator that is called has not been cast yet
-_in_this_thread = OfEachThread(casts=False)
+# While `torch.autocast("cuda")` is on and the operator that is called has not been cast yet.
+_casts = OfEachThread(False)
 
 
 def below_autocast() -> AbstractContextManager[None]:
@@ -142,13 +142,13 @@ def widest(values: Iterable[Any], dtype: torch.dtype) -> torch.dtype:
 
 def _without_autocast(op: Callable[..., Any], args: Iterable[Any], kwargs: dict[str, Any]) -> Any:
     """Call `op` with autocast off for this thread."""
-    outer, _in_this_thread.casts = _in_this_thread.casts, False
+    outer, _casts.value = _casts.value, False
     _exclude(_KEY, True)
     try:
         return op(*args, **kwargs)
     finally:
         _exclude(_KEY, False)
-        _in_this_thread.casts = outer
+        _casts.value = outer
 
 
 def _casting_to(dtype_for: Callable[[Any, dict[str, Any]], torch.dtype]) -> Callable[..., Callable[..., Any]]:
@@ -204,7 +204,7 @@ _POLICIES = {
 
 def composite(call: OpCall) -> Any:
     """The parts of an operator that is taken apart under autocast, whose key is off by now, follow the lists."""
-    if call.op.kernels is not None or not _in_this_thread.casts:
+    if call.op.kernels is not None or not _casts.value:
         return routes.composite(call)
     _exclude(_KEY, False)
     try:
@@ -226,7 +226,7 @@ def casting(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 
         @functools.wraps(function)
         def cast_first(*args: Any, **kwargs: Any) -> Any:
-            casts = _enabled("cuda") and _in_this_thread.casts
+            casts = _enabled("cuda") and _casts.value
             return (kernel if casts else function)(*args, **kwargs)
 
         return cast_first
@@ -262,7 +262,7 @@ def register() -> None:
 def forget() -> None:
     """Give PyTorch its own kernels back. Called when the last virtual GPUs go off."""
     _cast_weights.clear()
-    _in_this_thread.casts = False
+    _casts.value = False
     _include(_KEY, False)
     with _registering:
         while _library:
@@ -275,7 +275,7 @@ def set_autocast_enabled(*args: Any) -> None:
     on = _enabled("cuda")
     if on:
         register()
-    _in_this_thread.casts = on
+    _casts.value = on
     _include(_KEY, on)
 
 

@@ -20,7 +20,7 @@ from virtual_gpus.clock.cost import OperatorClass, moves
 from virtual_gpus.clock.cost_matmul import product
 from virtual_gpus.clock.work import Cost, Operation, added_on_host
 from virtual_gpus.dispatch.op_call import OpCall
-from virtual_gpus.machine import VirtualGPU, active
+from virtual_gpus.machine import Kept, VirtualGPU, active
 from virtual_gpus.memory_model import blas_workspaces
 from virtual_gpus.patches.table import Patch
 from virtual_gpus.placement.storages import ScratchBlock, nbytes
@@ -28,7 +28,7 @@ from virtual_gpus.threads import OfEachThread, this_thread
 from virtual_gpus.versions import LT_FOR_MATRICES_AS_BIAS
 
 _LT_TYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-in_this_thread = OfEachThread(worker=None)  # the replica of DataParallel whose thread this one stands in for
+stands_in_for: OfEachThread[object] = OfEachThread(None)  # the replica of DataParallel whose thread this one is
 
 
 class Handles:
@@ -50,7 +50,7 @@ class Handles:
 
     def handle(self) -> int:
         """The running thread's handle: its own, one that a finished thread left, or a new one."""
-        holder = "autograd" if this_thread.in_backward else in_this_thread.worker or threading.get_ident()
+        holder = "autograd" if this_thread.in_backward else stands_in_for.value or threading.get_ident()
         if holder not in self._of:
             self._collect()
             self._of[holder] = self._spare.pop() if self._spare else len(self._of)
@@ -75,18 +75,14 @@ class Handles:
                 self.kept[key] = ScratchBlock(self.gpu, size)
 
 
-def handles_of(gpu: VirtualGPU) -> Handles:
-    """The GPU's handles, made at the first use."""
-    handles = gpu.feature_state.get("blas")
-    if handles is None:
-        handles = gpu.feature_state["blas"] = Handles(gpu)
-    return handles
+_handles = Kept(Handles)
 
 
 def leave_handle(gpu: VirtualGPU, holder: object) -> None:
     """`holder`, a thread, has ended. If it had a handle on the GPU, the next thread may have it."""
-    if "blas" in gpu.feature_state:
-        gpu.feature_state["blas"].leave(holder)
+    handles = _handles.made(gpu)
+    if handles is not None:
+        handles.leave(holder)
 
 
 # ---- operators ------------------------------------------------------------------------------------------------------
@@ -122,7 +118,7 @@ def with_workspace(call: OpCall, lt: bool = False) -> torch.Tensor:
     result = call.run()
     if not all(map(torch.Tensor.numel, call.tensors)):
         return result
-    handles = call.gpu.feature_state.get("blas") or handles_of(call.gpu)
+    handles: Handles = call.gpu.feature_state.get(_handles) or _handles.of(call.gpu)  # the former spares calls
     matrices = call.args[_MATRICES.get(call.op.base, _NO_MATRICES)]
     for matrix in matrices:
         if not matrix.is_contiguous():
@@ -135,7 +131,7 @@ def with_workspace(call: OpCall, lt: bool = False) -> torch.Tensor:
 
 def addmm(call: OpCall) -> torch.Tensor:
     """With a bias vector the product goes through cublasLt."""
-    return with_workspace(call, handles_of(call.gpu).lt_is_on and _has_lt_bias(call))
+    return with_workspace(call, _handles.of(call.gpu).lt_is_on and _has_lt_bias(call))
 
 
 def _has_lt_bias(call: OpCall) -> bool:
@@ -181,7 +177,7 @@ RECIPES = {
 def _cuda_clearCublasWorkspaces() -> None:
     """Give the workspaces of all threads on all GPUs back to the caching allocator."""
     for gpu in () if (machine := active()) is None else machine.slots:
-        handles_of(gpu).kept.clear()
+        _handles.of(gpu).kept.clear()
 
 
 def patches() -> list[Patch]:

@@ -34,7 +34,7 @@ Past = dict[Place, int]  # of each place, the number of its last work that is kn
 _HOST: Place = (-1, "host")
 _WITHOUT_ACCESS = ("empty", "new_empty", "resize_", "set_", "record_stream", "lift_fresh", "_resize_output_")
 _KEPT = 64  # freed blocks that other streams may still use
-_in_this_thread = OfEachThread(sanitizer=None)  # PyTorch's own, which is a mode of one thread, while it is off
+_sanitizer: OfEachThread[Any] = OfEachThread(None)  # PyTorch's own, a mode of one thread, while it is off
 
 
 class Moment(float):
@@ -380,13 +380,13 @@ def prepare() -> None:
     """Switch PyTorch's own checks off, which TORCH_CUDA_SANITIZER put on: they ask the driver at every operator."""
     module = sys.modules.get("torch.cuda._sanitizer")
     if module is not None and module.cuda_sanitizer.dispatch in _get_current_dispatch_mode_stack()[-1:]:
-        _in_this_thread.sanitizer = module.cuda_sanitizer
+        _sanitizer.value = module.cuda_sanitizer
         module.cuda_sanitizer.disable()
 
 
 def forget() -> None:
     """Switch them on again."""
-    sanitizer, _in_this_thread.sanitizer = _in_this_thread.sanitizer, None
+    sanitizer, _sanitizer.value = _sanitizer.value, None
     if sanitizer is not None and not sanitizer.enabled:
         sanitizer.enable()
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from virtual_gpus.features.compile.fusion import Fusion, in_this_thread
+from virtual_gpus.features.compile.fusion import Fusion, runs_compiled
 from virtual_gpus.machine import active
 from virtual_gpus.patches.table import Patch
 
@@ -76,15 +76,15 @@ def _fused(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
-        machine, before = active(), in_this_thread.compiled
+        machine, before = active(), runs_compiled.value
         if machine is None or machine.settings.compile != "modelled":
             return function(*args, **kwargs)
         machine.charger = machine.charger or Fusion()
-        in_this_thread.compiled = True
+        runs_compiled.value = True
         try:
             return function(*args, **kwargs)
         finally:
-            in_this_thread.compiled = before
+            runs_compiled.value = before
 
     return run
 

@@ -21,8 +21,7 @@ from virtual_gpus.machine import VirtualGPU
 from virtual_gpus.placement.storages import allocation_of, nbytes, tensors_in
 from virtual_gpus.threads import OfEachThread, this_thread
 
-# compiled: while a function runs that torch.compile gave back, with `compile="modelled"`
-in_this_thread = OfEachThread(compiled=False)
+runs_compiled = OfEachThread(False)  # while a function runs that torch.compile gave back, with `compile="modelled"`
 
 
 class Fusion(Charger[VirtualGPU]):
@@ -33,7 +32,7 @@ class Fusion(Charger[VirtualGPU]):
 
     def takes(self, call: OpCall, result: object) -> bool:
         """Charge an operator if it is fused."""
-        if not (in_this_thread.compiled or this_thread.in_backward):
+        if not (runs_compiled.value or this_thread.in_backward):
             return False
         if call.op.is_view:
             return True

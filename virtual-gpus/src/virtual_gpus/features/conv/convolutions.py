@@ -23,7 +23,7 @@ from virtual_gpus import errors
 from virtual_gpus.dispatch.op_call import OpCall
 from virtual_gpus.dispatch.timing import precision_of
 from virtual_gpus.features.conv import workspaces
-from virtual_gpus.machine import VirtualGPU
+from virtual_gpus.machine import Kept, VirtualGPU
 from virtual_gpus.memory.allocator import OutOfMemory
 from virtual_gpus.placement.storages import CHANNELS_LAST, ScratchBlock, nbytes, scratch
 
@@ -77,9 +77,12 @@ def _shape(call: OpCall, x: Tensor, weight: Tensor, y: Tensor, layout: torch.mem
                             spec.multi_processor_count)  # fmt: skip
 
 
+_sizes = Kept(lambda gpu: dict[tuple[str, workspaces.Shape], int]())  # bytes, so far, by step
+
+
 def _with_cudnn(gpu: VirtualGPU, step: str, shape: workspaces.Shape) -> None:
     """Take and give back the workspace of one cuDNN call. step: the name of its function in `workspaces`."""
-    sizes: dict[tuple[str, workspaces.Shape], int] = gpu.feature_state.setdefault("conv", {})  # bytes, so far
+    sizes = _sizes.of(gpu)
     size = sizes.get((step, shape))
     if size is None:
         size = sizes[step, shape] = getattr(workspaces, step)(shape)

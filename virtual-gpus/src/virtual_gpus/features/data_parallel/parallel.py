@@ -15,7 +15,7 @@ import torch
 
 from virtual_gpus.clock.clock import ConcurrentThreads
 from virtual_gpus.clock.traffic import collective_seconds
-from virtual_gpus.features.blas import in_this_thread, leave_handle
+from virtual_gpus.features.blas import leave_handle, stands_in_for
 from virtual_gpus.machine import VirtualGPU, get_machine
 from virtual_gpus.patches.table import Patch
 from virtual_gpus.placement.storages import gpu_of, has_values, nbytes
@@ -90,20 +90,20 @@ class SequentialThread:
         """Run now, and leave the thread's settings as they were."""
         target, args, kwargs = self._call
         machine = get_machine()
-        thread = machine.of_thread  # set below by C alone: Ctrl-C comes at the beginning of functions of Python
+        current = machine.index_of_thread  # set below by C alone: Ctrl-C comes at the beginning of functions of Python
         index, grad, lower = machine.current, torch.is_grad_enabled(), torch.get_autocast_dtype("cuda")
-        outer = in_this_thread.worker, this_thread.in_backward
+        outer = stands_in_for.value, this_thread.in_backward
         share = machine.clock.share
         worker = object()  # not `self`, whose tensors would stay should Ctrl-C cut the end off
         machine.current = 0  # a new thread starts on GPU 0
-        in_this_thread.worker, this_thread.in_backward = worker, False
+        stands_in_for.value, this_thread.in_backward = worker, False
         try:
             torch.set_autocast_dtype("cuda", torch.float16)  # as a new thread finds it
             with self._team:
                 target(*args, **kwargs)
         finally:
             machine.clock.share = share
-            thread.index = index
+            current.value = index
             torch.set_autocast_dtype("cuda", lower)
             torch._C._set_grad_enabled(grad)  # one call into C++, which Ctrl-C cannot cut in two
             _end(worker, outer)
@@ -114,7 +114,7 @@ class SequentialThread:
 
 def _end(worker: object, outer: tuple[object | None, bool]) -> None:
     """Be the caller's thread again. The replica's cuBLAS handles are free for the next one, and for autograd's."""
-    in_this_thread.worker, this_thread.in_backward = outer
+    stands_in_for.value, this_thread.in_backward = outer
     for gpu in get_machine().slots:
         leave_handle(gpu, worker)
 

@@ -19,8 +19,8 @@ from virtual_gpus.placement.storages import allocation_of, gpu_of, tensors_in
 from virtual_gpus.threads import OfEachThread
 
 _ends: weakref.WeakKeyDictionary[Any, tuple[VirtualGPU, Arrival]] = weakref.WeakKeyDictionary()  # of Python's works
-# collective: the GPU and the end of the one that was issued last, for its Work
-_last_issued = OfEachThread(collective=None)
+# The GPU and the end of the collective that was issued last, for its Work.
+_last_issued: OfEachThread[tuple[VirtualGPU, Arrival] | None] = OfEachThread(None)
 
 
 class Lane(NamedTuple):
@@ -63,7 +63,7 @@ def occupy(gpu: VirtualGPU, lane: Lane, start: float, end: float, sent: float) -
 
 def note(gpu: VirtualGPU, tensors: Iterable[torch.Tensor], arrival: Arrival) -> None:
     """What uses `tensors` waits for `arrival`, and so does `wait()` of the Work that stands for it."""
-    _last_issued.collective = gpu, arrival
+    _last_issued.value = gpu, arrival
     for tensor in tensors:
         allocation = allocation_of(tensor)
         if allocation is not None:
@@ -73,7 +73,7 @@ def note(gpu: VirtualGPU, tensors: Iterable[torch.Tensor], arrival: Arrival) -> 
 
 def remember(work: Any) -> None:
     """Called when Python is given a Work: it stands for the collective that this thread issued last."""
-    noted, _last_issued.collective = _last_issued.collective, None
+    noted, _last_issued.value = _last_issued.value, None
     if noted is not None and work is not None:
         _ends[work] = noted
         noted[1].given = True

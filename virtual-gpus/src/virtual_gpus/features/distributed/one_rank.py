@@ -37,8 +37,8 @@ from virtual_gpus.settings import Settings
 from virtual_gpus.threads import OfEachThread, below
 
 _MESSAGES = {"send", "recv_", "recv_any_source_"}
-# operation: of the method of a process group that runs; C++ before PyTorch 2.14 does not tell
-_running = OfEachThread(operation=None)
+# The operation of a process group's method that runs; C++ before PyTorch 2.14 does not tell
+_running: OfEachThread[Any] = OfEachThread(None)
 
 
 def runs_alone(machine: VirtualMachine | None) -> bool:
@@ -177,11 +177,11 @@ def fill(call: OpCall) -> bool:
 @contextmanager
 def reducing(operation: Any) -> Iterator[None]:
     """While a method of a process group runs: the operation that it was given, a ReduceOp or None."""
-    before, _running.operation = _running.operation, operation
+    before, _running.value = _running.value, operation
     try:
         yield
     finally:
-        _running.operation = before
+        _running.value = before
 
 
 def _fill(name: str, args: Sequence[Any], rank: int, ranks: int) -> None:
@@ -206,7 +206,7 @@ def _fill(name: str, args: Sequence[Any], rank: int, ranks: int) -> None:
 def _reduce(tensor: torch.Tensor, args: Sequence[Any], ranks: int) -> None:
     kinds = torch.distributed.ReduceOp
     boxed = next(value for value in args if is_boxed(value, "ReduceOp"))
-    operation: Any = kinds.unbox(boxed) if hasattr(kinds, "unbox") else _running.operation
+    operation: Any = kinds.unbox(boxed) if hasattr(kinds, "unbox") else _running.value
     if operation is None or operation == kinds.SUM:
         tensor.mul_(ranks)
     elif operation == kinds.PREMUL_SUM:

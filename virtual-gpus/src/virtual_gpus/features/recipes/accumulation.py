@@ -10,20 +10,22 @@ from __future__ import annotations
 
 import sys
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from virtual_gpus.dispatch.op_call import OpCall
 from virtual_gpus.entrance import calling_frame
+from virtual_gpus.placement.creation_sites import Site
 from virtual_gpus.threads import OfEachThread, this_thread
 
 # What C++ counts while the engine holds a gradient alone: references to its storage and to the tensor.
 _ALONE = (2, 4)
 _ENGINE = ("autograd/graph.py", "autograd\\graph.py")
 _FRESH = (object(),)  # a tuple that alone holds its element
-# product: where the last one that `matmul` gave a shape lives, and the Python instruction that asked for it
-_in_this_thread = OfEachThread(product=(lambda: None, None))
+# Where the last product that `matmul` gave a shape lives, and the Python instruction that asked for it.
+_product: OfEachThread[tuple[Callable[[], Any], Site | None]] = OfEachThread((lambda: None, None))
 
 
 def is_lent(args: tuple[Any, ...]) -> bool:
@@ -58,7 +60,7 @@ def _engine_adds(call: OpCall, first: torch.Tensor, second: torch.Tensor) -> boo
 
 def _linear_adds(call: OpCall, product: torch.Tensor) -> bool:
     """True if one call of `linear` made the product and now adds a vector, the bias."""
-    last, site = _in_this_thread.product
+    last, site = _product.value
     storage: Any = product.untyped_storage()  # see `record_of`
     return last() is storage._record and site == call.site
 
@@ -67,7 +69,7 @@ def reshape_product(call: OpCall) -> torch.Tensor:
     """`matmul` gives its product the shape of its inputs; the Python instruction that asked for it is noted."""
     result = call.run()
     if result.dim() > 2:
-        _in_this_thread.product = weakref.ref(result.untyped_storage()._record), call.site
+        _product.value = weakref.ref(result.untyped_storage()._record), call.site
     return result
 
 

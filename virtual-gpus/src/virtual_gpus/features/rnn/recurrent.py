@@ -26,7 +26,7 @@ from virtual_gpus.features.rnn import weights
 from virtual_gpus.features.rnn.recurrent_call import Inputs, Maybe, RecurrentCall, T, bind, check
 from virtual_gpus.features.rnn.recurrent_costs import charge_recurrent
 from virtual_gpus.features.rnn.sizes import DROPOUT_STATE, is_small, reserve_bytes, weight_offsets, workspace_bytes
-from virtual_gpus.machine import VirtualGPU, active
+from virtual_gpus.machine import Kept, VirtualGPU, active
 from virtual_gpus.patches.table import Patch
 from virtual_gpus.placement.random_numbers import default_generator
 from virtual_gpus.placement.storages import ScratchBlock, StorageAllocation, gpu_of, nbytes, put, scratch
@@ -69,7 +69,8 @@ def _replacement(name: str) -> Callable[..., Any]:
 
 def _on_cudnn(call: RecurrentCall, inputs: Inputs) -> tuple[torch.Tensor, ...]:
     """`_cudnn_impl`: casts under autocast, checks, and the operation, with a graph where one is wanted."""
-    _draw_dropout_state(call)
+    if call.train and call.dropout > 0:
+        _dropout_states.of(call.gpu)
     if torch.is_autocast_enabled("cuda"):
         inputs = _cast(call, inputs)
     check(inputs)
@@ -91,12 +92,14 @@ def _cast(call: RecurrentCall, inputs: Inputs) -> Inputs:
     return inputs
 
 
-def _draw_dropout_state(call: RecurrentCall) -> None:
+def _draw_dropout_state(gpu: VirtualGPU) -> ScratchBlock:
     """cuDNN's random states, made at a GPU's first dropout and kept. Our numbers come from the GPU's generator."""
-    if call.train and call.dropout > 0 and "rnn" not in call.gpu.feature_state:
-        with scratch(call.gpu, 8):  # the seed
-            pass
-        call.gpu.feature_state["rnn"] = ScratchBlock(call.gpu, call.gpu.spec.multi_processor_count * DROPOUT_STATE)
+    with scratch(gpu, 8):  # the seed
+        pass
+    return ScratchBlock(gpu, gpu.spec.multi_processor_count * DROPOUT_STATE)
+
+
+_dropout_states = Kept(_draw_dropout_state)
 
 
 # ---- forward -------------------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from virtual_gpus.dispatch.mode import enter_thread
 from virtual_gpus.features.cuda.allocator_settings import described
 from virtual_gpus.features.snapshots import stacks
 from virtual_gpus.features.snapshots.history import ALL, ALLOC, NEVER, STATE, Entry, Recorder
-from virtual_gpus.machine import VirtualGPU, VirtualMachine, get_machine
+from virtual_gpus.machine import Kept, VirtualGPU, VirtualMachine, get_machine
 from virtual_gpus.memory.allocator import OutOfMemory
 from virtual_gpus.patches.table import Patch
 from virtual_gpus.settings import INSTALLED
@@ -47,7 +47,7 @@ def _cuda_record_memory_history(
         raise errors.not_modelled("skip_actions, global_record_annotations and pinned memory of a memory history")
     if enabled not in (None, "state", "all") or context not in _CONTEXTS:
         raise RuntimeError("expected enabled and context to be 'state', 'all', or None; context also 'alloc'")
-    for recorder in _recorders(get_machine()):
+    for recorder in recorders.of(get_machine()):
         if enabled is None:
             recorder.stop()
         else:
@@ -63,7 +63,7 @@ def _cuda_record_memory_history_legacy(enabled: bool, *options: object) -> None:
 
 def _cuda_isHistoryEnabled() -> bool:
     """True while the history is recorded."""
-    return any(recorder.context is not None for recorder in _recorders(get_machine()))
+    return any(recorder.context is not None for recorder in recorders.of(get_machine()))
 
 
 def _cuda_memoryMetadataSupported() -> bool:
@@ -84,7 +84,7 @@ def _cuda_memorySnapshot(request: tuple[Any, ...] | None = None) -> _Facts:
     pool, with_traces = (_DEFAULT_POOL, True) if request is None else (tuple(request[:2]), request[2:] != (False,))
     segments: list[tuple[Recorder, _Facts]] = []
     traces: list[list[Entry]] = []
-    for recorder, gpu in zip(_recorders(get_machine()), get_machine().gpus, strict=True):
+    for recorder, gpu in zip(recorders.of(get_machine()), get_machine().gpus, strict=True):
         of_gpu = gpu.allocator.snapshot(gpu.index)  # before the trace is read, so that all frees are in there
         traces.append(list(recorder.entries) if with_traces else [])
         segments += [(recorder, s) for s in of_gpu if pool in (_DEFAULT_POOL, s["segment_pool_id"])]
@@ -144,16 +144,12 @@ def _tell(observer: Callable[..., object], gpu: VirtualGPU, error: OutOfMemory) 
         observer(gpu.index, error.requested, total, error.free)
 
 
-def _recorders(machine: VirtualMachine) -> list[Recorder]:
-    """The recorder of each GPU of the machine, made at the first use."""
-    if "snapshots" not in machine.feature_state:
-        machine.feature_state["snapshots"] = [Recorder(gpu.allocator) for gpu in machine.gpus]
-    return machine.feature_state["snapshots"]
+recorders = Kept(lambda machine: [Recorder(gpu.allocator) for gpu in machine.gpus])
 
 
 def stop(machine: VirtualMachine) -> None:
     """Record no more and forget what was recorded."""
-    for recorder in machine.feature_state.get("snapshots", ()):
+    for recorder in recorders.made(machine) or ():
         recorder.stop()
 
 

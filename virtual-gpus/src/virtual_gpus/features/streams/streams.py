@@ -8,6 +8,7 @@ wait for another gets right numbers here and may get wrong ones on a real GPU.
 from __future__ import annotations
 
 import bisect
+import threading
 from collections import defaultdict
 from collections.abc import Callable
 from itertools import count
@@ -19,10 +20,9 @@ from virtual_gpus import errors
 from virtual_gpus.clock.cost import FREE
 from virtual_gpus.features.cuda.devices import gpu_at
 from virtual_gpus.features.tensors.attributes import gpu_as_seen
-from virtual_gpus.machine import VirtualGPU, VirtualMachine
+from virtual_gpus.machine import Kept, VirtualGPU, VirtualMachine
 from virtual_gpus.patches.table import Patch, in_package
 from virtual_gpus.placement.storages import storages
-from virtual_gpus.threads import OfEachThread
 
 _POOL = 32  # streams of a GPU and a priority, handed out in turn (c10/cuda/CUDAStream.cpp)
 _CUDA = 1  # c10::DeviceType::CUDA
@@ -41,7 +41,7 @@ class Stream:
         least, greatest = self.priority_range()
         self.priority = max(greatest, min(priority, least))
         if stream_id is None:
-            stream_id = 1 - self.priority * _POOL + next(_streams_here(self._gpu).made[self.priority]) % _POOL
+            stream_id = 1 - self.priority * _POOL + next(_streams.of(self._gpu).made[self.priority]) % _POOL
             if self.priority < 0:
                 self._gpu.machine.clock.tracks[self._gpu.slot].urgent.add(stream_id)
         self.stream_id = self.cuda_stream = stream_id  # 0 for the default stream
@@ -124,11 +124,16 @@ class ExternalStream(Stream):
     __init__ = errors.refusing("torch.cuda.ExternalStream")
 
 
-def _streams_here(gpu: VirtualGPU) -> OfEachThread:
-    """This thread's stream of a GPU (None: the default one) and its changes, see `_note`, and what all threads made."""
-    if "streams" not in gpu.feature_state:
-        gpu.feature_state.setdefault("streams", OfEachThread(stream=None, changes=(), made=defaultdict(count)))
-    return gpu.feature_state["streams"]
+class _Streams(threading.local):
+    """Of a GPU: this thread's stream (None: the default one), its changes (see `_note`), and what all threads made."""
+
+    stream: Stream | None = None
+
+    def __init__(self, made: defaultdict[int, count[int]]) -> None:
+        self.made, self.changes = made, list[tuple[int, Stream | None]]()
+
+
+_streams = Kept(lambda gpu: _Streams(defaultdict(count)))
 
 
 class Event:
@@ -208,7 +213,7 @@ def default_stream(device: _Device = None) -> Stream:
 def current_stream(device: _Device = None) -> Stream:
     """This thread's stream on a GPU."""
     gpu = gpu_at(device)
-    return _streams_here(gpu).stream or default_stream(gpu.index)
+    return _streams.of(gpu).stream or default_stream(gpu.index)
 
 
 def set_stream(stream: Stream | None) -> None:
@@ -221,7 +226,7 @@ def set_stream(stream: Stream | None) -> None:
 
 def make_current(gpu: VirtualGPU, stream: Stream) -> None:
     """Make `stream` this thread's stream on `gpu`."""
-    _streams_here(gpu).stream, gpu.of_thread.stream = stream if stream.stream_id else None, stream.stream_id
+    _streams.of(gpu).stream, gpu.stream_of_thread.value = stream if stream.stream_id else None, stream.stream_id
     _note(gpu)
 
 
@@ -256,8 +261,8 @@ _KEPT = 4096  # changes per GPU: older nodes belong to the default stream
 
 def _note(gpu: VirtualGPU) -> None:
     """Note the next node's number, and the stream from then on (None: the default one)."""
-    kept, number = _streams_here(gpu), _next_number()
-    kept.changes = changes = kept.changes or []
+    kept, number = _streams.of(gpu), _next_number()
+    changes = kept.changes
     if changes and changes[-1][0] == number:
         changes.pop()  # no node was made meanwhile
     if (changes[-1][1] if changes else None) != kept.stream:
@@ -268,12 +273,12 @@ def _note(gpu: VirtualGPU) -> None:
 
 def have_changed(machine: VirtualMachine) -> bool:
     """True if this thread may have made nodes on a stream other than the default one, or is on one now."""
-    return any(_streams_here(gpu).changes for gpu in machine.slots)
+    return any(_streams.of(gpu).changes for gpu in machine.slots)
 
 
 def stream_of_node(gpu: VirtualGPU, number: int) -> Stream:
     """The stream of `gpu` that was current when this thread made the node of that number."""
-    changes = _streams_here(gpu).changes
+    changes = _streams.of(gpu).changes
     index = bisect.bisect_right(changes, number, key=lambda change: change[0])
     stream = changes[index - 1][1] if index else None
     return default_stream(gpu.index) if stream is None else stream

@@ -141,7 +141,7 @@ def _apply(self: BackwardCFunction, *gradients: torch.Tensor | None) -> Any:
     try:
         return _raw_apply(self, *gradients)
     finally:
-        machine.of_thread.index = outer  # by C alone, which Ctrl-C cannot cut in two
+        machine.index_of_thread.value = outer  # by C alone, which Ctrl-C cannot cut in two
 
 
 @entrance
