@@ -18,7 +18,9 @@ MODULE = '''"""{what}: how CUDA uses memory. Name the file of PyTorch, or the me
 
 from __future__ import annotations
 
+from virtual_gpus.clock.cost import READS_AND_WRITES
 from virtual_gpus.dispatch.op_call import OpCall
+from virtual_gpus.operators import Row
 
 
 def {operator}(call: OpCall):
@@ -27,7 +29,7 @@ def {operator}(call: OpCall):
         return call.run()
 
 
-RECIPES = {{"{operator}": {operator}}}
+OPERATORS = {{"{operator}": Row(READS_AND_WRITES, {operator})}}
 '''
 TEST = '''"""{what}: the memory of its operators."""
 
@@ -53,8 +55,8 @@ def main(arguments=None, root=ROOT):
     options = parser.parse_args(arguments)
     if not options.name.isidentifier() or hasattr(features, options.name):
         parser.error(f"{options.name!r} is the name of a feature, or no name for a folder.")
-    if options.operator in operators.RECIPES:
-        parser.error(f"{options.operator!r} has a recipe: {operators.RECIPES[options.operator].__module__}.")
+    if options.operator in operators.ROWS:
+        parser.error(f"{options.operator!r} has a row: {operators.ROWS[options.operator]}.")
     packet = getattr(torch.ops.aten, options.operator, None)
     if packet is None:
         parser.error(f"There is no operator {options.operator!r}. Write add, not add.Tensor: overloads share a recipe.")

@@ -16,7 +16,7 @@ from measuring import draw, function, same
 from torch import nn
 from torch.nn.utils import rnn
 from virtual_gpus import operators, virtual_gpus
-from virtual_gpus.features import half_precision
+from virtual_gpus.dispatch import half_precision
 from virtual_gpus.features.attention import values
 from virtual_gpus.features.rnn import recurrent_call
 

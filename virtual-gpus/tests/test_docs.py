@@ -33,13 +33,13 @@ def test_what_the_page_for_contributors_says_of_a_call_exists():
 def test_a_new_feature_runs_and_its_test_fails_until_it_is_filled(tmp_path, capsys):
     (tmp_path / "tests").mkdir()
     make = runpy.run_path(str(ROOT / "docs" / "new_feature.py"))["main"]
-    for operator, words in {"mm": "has a recipe", "kron": "made of other", "add.Tensor": "no operator"}.items():
+    for operator, words in {"mm": "has a row", "kron": "made of other", "add.Tensor": "no operator"}.items():
         with pytest.raises(SystemExit):
             make(["airy", "Airy functions", operator], tmp_path)
         assert words in capsys.readouterr().err
     make(["airy", "Airy functions", "special_airy_ai"], tmp_path)
     module, test = (runpy.run_path(str(next(tmp_path.rglob(name)))) for name in ("airy_recipes.py", "test_airy.py"))
-    assert module["RECIPES"] == {"special_airy_ai": module["special_airy_ai"]}
+    assert module["OPERATORS"]["special_airy_ai"].recipe is module["special_airy_ai"]
     with pytest.raises(AssertionError):
         test["test_peak_of_special_airy_ai"]()
 

@@ -45,7 +45,21 @@ def scripts_have_the_cpu_s_operators():
     assert torch.jit.script(to_the_cpu)(torch.ones(2, device="cuda")).device.type == "cuda"
 
 
+def seconds(work):
+    with record_timeline() as timeline:
+        work()
+    return timeline.busy_seconds(0)
+
+
+def products_in_a_byte_take_those_of_two():
+    x, half = (torch.ones(2048, 2048, device="cuda", dtype=kind) for kind in (torch.int8, torch.float16))
+    product = seconds(lambda: half @ half)
+    assert seconds(lambda: torch._int_mm(x, x)) == pytest.approx(product, rel=1e-9) and product > 1e-5
+    assert seconds(lambda: torch.linalg.cholesky_ex(torch.eye(2048, device="cuda"))) < product
+
+
 SHOWN = {
+    "Products in fp8 and int8": products_in_a_byte_take_those_of_two,
     "The clock counts only": work_on_the_cpu_takes_no_time,
     "Numbers never depend on streams": numbers_do_not_wait,
     "Random numbers that are drawn": numbers_are_the_cpu_s,

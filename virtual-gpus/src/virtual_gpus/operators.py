@@ -6,13 +6,14 @@ Most operators need nothing: their inputs must share a GPU and their outputs sta
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch._library.custom_ops import OPDEFS
 
-from virtual_gpus.clock.cost import class_of
+from virtual_gpus.clock.cost import READS_AND_WRITES, OperatorClass, class_of
 
 # Of the devices that a custom operator has functions for; None stands for all others.
 _KEYS = {"cuda": torch._C.DispatchKey.CUDA, "cpu": torch._C.DispatchKey.CPU,
@@ -22,15 +23,31 @@ _CROSSES_DEVICES = {"copy_", "_foreach_copy_", "set_", "_copy_from", "_copy_from
                     "_has_compatible_shallow_copy_type"}  # fmt: skip
 _COLLECTIVES = ("c10d", "_c10d_functional", "_dtensor")  # namespaces
 
-# Filled from above, where `features` says what each of them holds: by the base name of an operator ("mm"), and the last
-# one by its kind (`Operator.kind`).
-CHECKS: dict[str, Callable[..., None]] = {}
-RECIPES: dict[str, Callable[..., Any]] = {}
-CPU_KERNELS: dict[str, Callable[[torch._ops.OpOverload], Callable[..., Any] | None]] = {}
-ON_THE_HOST: dict[str, set[str]] = {}
-MIXTURES: dict[str, Callable[..., Exception | None]] = {}
-ASKS_FIRST: dict[str, Callable[[tuple[Any, ...]], Any]] = {}
+
+@dataclass(frozen=True)
+class Row:
+    """What a feature knows of an operator.
+
+    cost: how long it takes. recipe: how CUDA uses memory for it, see `features.recipes`. check: what CUDA refuses or
+    waits for before it runs. cpu_kernel: given an overload, what computes in the place of the CPU's kernel, or None.
+    on_host: the arguments that CUDA wants, or takes, on the CPU. mixture: given an `OpCall`, an argument's name, the
+    device of those before it and its own, the error for it, or None for the usual one. asks_first: given an operator's
+    arguments before they have another holder, `OpCall.answer`.
+    """
+
+    cost: OperatorClass
+    recipe: Callable[..., Any] | None = None
+    check: Callable[..., None] | None = None
+    cpu_kernel: Callable[[torch._ops.OpOverload], Callable[..., Any] | None] | None = None
+    on_host: Collection[str] = ()
+    mixture: Callable[..., Exception | None] | None = None
+    asks_first: Callable[[tuple[Any, ...]], Any] | None = None
+
+
+# Filled from above: by the base name of an operator ("mm"), and by its kind (`Operator.kind`).
+ROWS: dict[str, Row] = {}
 ROUTES: dict[str, Callable[..., Any]] = {}
+_NO_ROW = Row(READS_AND_WRITES)
 
 
 class Operator:
@@ -54,9 +71,9 @@ class Operator:
         of_class = class_of(self.base)
         self.tf32_setting, self.unless = of_class.tf32_setting, of_class.unless
         self.depends_on_strides = of_class.depends_on_strides
-        self.allowed_on_host = ON_THE_HOST.get(self.base, frozenset())
-        self.check, self.recipe = CHECKS.get(self.base), RECIPES.get(self.base)
-        self.asks_first = ASKS_FIRST.get(self.base)
+        row = ROWS.get(self.base, _NO_ROW)
+        self.check, self.recipe, self.asks_first = row.check, row.recipe, row.asks_first
+        self.allowed_on_host, self.mixture = row.on_host, row.mixture
         self.route = ROUTES[self.kind]
 
     def _read_schema(self, schema: torch._C.FunctionSchema) -> None:
@@ -80,8 +97,8 @@ class Operator:
         has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
         self.is_composite = has_kernel(func.name(), "CompositeImplicitAutograd") and not has_kernel(func.name(), "CPU")
         if func.namespace == "aten":
-            other = CPU_KERNELS[self.base](func) if self.base in CPU_KERNELS else None
-            self.kernel = other or func._op  # as `func` does itself, with a call into Python
+            instead = ROWS.get(self.base, _NO_ROW).cpu_kernel
+            self.kernel = (instead and instead(func)) or func._op  # as `func` does itself, with a call into Python
             takes = [a for a in arguments if "Tensor" in str(a.type)]
             self.takes_first = max((self.names.index(a.name) + 1 for a in takes if not a.kwarg_only), default=0)
             self.takes_by_name = any(a.kwarg_only for a in takes)

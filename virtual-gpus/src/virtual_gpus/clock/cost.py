@@ -4,7 +4,7 @@
 
 An operator takes the longer of what its arithmetic and its bytes need, and no less than a kernel takes at all. What
 matters is what CUDA runs, not what the CPU runs: fused kernels, several kernels per operator, reductions that too few
-threads can share. Operators are in classes, each with a formula, which most features have in their `COSTS`. Constants
+threads can share. Operators are in classes, each with a formula, which the rows of features name. Constants
 were fitted to a real H200, and stand in `figures/operators.toml`. An operator that is in no class reads its inputs and
 writes its results once, as most do.
 """
@@ -46,7 +46,7 @@ def cost(name: str, inputs: Parts, outputs: Parts, spec: GPUSpec, precision: str
 
 def class_of(name: str) -> OperatorClass:
     """The class of the ATen operator `name`: its own, or that of all with its first word ("_foreach_*")."""
-    return CLASSES.get(name) or CLASSES.get(f"{name[: name.find('_', 1)]}_*", _READS_AND_WRITES)
+    return CLASSES.get(name) or CLASSES.get(f"{name[: name.find('_', 1)]}_*", READS_AND_WRITES)
 
 
 def _moving(nbytes: Bytes, floor: float, kernels: int = 1, share: float = 1.0, host: float | None = 0.0) -> Formula:
@@ -71,7 +71,7 @@ def moves(row: str, nbytes: Bytes = all_bytes, is_fusible: bool = True, host: fl
     return OperatorClass(_moving(nbytes, **FITTED[row], host=host), is_fusible)
 
 
-_READS_AND_WRITES = OperatorClass(_moving(all_bytes, 1))
+READS_AND_WRITES = OperatorClass(_moving(all_bytes, 1))
 FREE = OperatorClass(_moving(lambda operation: 0, 0, 0), is_fusible=False)
 CHARGED_ELSEWHERE = OperatorClass(_moving(lambda operation: 0, 0, 0, host=None), is_fusible=False)  # by the feature
 
@@ -79,6 +79,6 @@ CLASSES: dict[str, OperatorClass] = {  # features add theirs
     **dict.fromkeys(("zero_", "fill_", "zeros", "ones", "full", "zeros_like", "ones_like", "full_like", "new_zeros",
                 "new_ones", "new_full", "arange", "bernoulli_", "normal_", "uniform_", "random_", "randn", "rand",
                 "randint"), moves("fill", lambda operation: bytes_of(operation.outputs or operation.inputs[:1]))),
-    **dict.fromkeys(("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view", "set_",
+    **dict.fromkeys(("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "set_",
                 "resize_", "lift_fresh", "_reshape_alias"), FREE),
 }  # fmt: skip

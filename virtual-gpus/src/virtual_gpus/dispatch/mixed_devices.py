@@ -6,7 +6,6 @@ import torch
 
 from virtual_gpus import errors
 from virtual_gpus.dispatch.op_call import OpCall
-from virtual_gpus.operators import MIXTURES
 from virtual_gpus.placement.creation_sites import may_be_adopted
 from virtual_gpus.placement.storages import device_of, former_gpu_of, gpu_of, place
 
@@ -46,7 +45,7 @@ def _is_free_scalar(call: OpCall, name: str, tensor: torch.Tensor) -> bool:
 
 def _mixture_error(call: OpCall, name: str, common: torch.device, device: torch.device) -> Exception:
     op = call.op
-    own = MIXTURES[op.base](call, name, common, device) if op.base in MIXTURES else None
+    own = None if op.mixture is None else op.mixture(call, name, common, device)
     if own is not None:
         return own
     if errors.checks_each_argument(op.name):

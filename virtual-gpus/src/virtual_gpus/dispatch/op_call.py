@@ -26,7 +26,7 @@ class OpCall:
     later as the kernel gets them. tensors: all that were among them as they were passed. gpu: the GPU that is on of the
     first tensor that has one, where the operator runs; None if there is none. on_one_gpu: True if all tensors have a
     storage of their own on that GPU. all_placed: False if one has none, as sparse ones, if C++ made it for itself, or
-    if its GPU is off. answer: what a feature found before `args` had another holder (`operators.ASKS_FIRST`).
+    if its GPU is off. answer: what a feature found before `args` had another holder (`operators.Row.asks_first`).
 
     A recipe (see `features.recipes`) takes it and runs the kernel as CUDA would use memory for it.
     """

@@ -4,14 +4,7 @@ A feature is here by being here: no list names it, and nothing below this folder
 have these names, which are all that the package knows of it:
 
     patches()        what answers for PyTorch's names while virtual GPUs are on, as `patches.table` wants it
-    RECIPES          by the base name of an operator ("mm"): how CUDA uses memory for it, see `features.recipes`
-    COSTS            by base name, or "_foreach_*" for all of these: how long it takes, a `clock.cost.OperatorClass`
-    CHECKS           by base name: what CUDA refuses or waits for before the operator runs
-    CPU_KERNELS      by base name: given an overload, what computes in the place of the CPU's kernel, or None
-    ON_THE_HOST      by base name: the arguments that CUDA wants, or takes, on the CPU
-    MIXTURES         by base name: given an `OpCall`, an argument's name, the device of those before it and its own, the
-                     error for it, or None for the usual one
-    ASKS_FIRST       by base name: given an operator's arguments before they have another holder, `OpCall.answer`
+    OPERATORS        by the base name of an operator ("mm"), or "_foreach_*" for all of these: its `operators.Row`
     ROUTES           by kind of operator (`operators.Operator.kind`): what is done with one
     LASTING          files of PyTorch whose calls into C++ make tensors once and fill them later
     ALLOCATES        functions that ask for GPU memory of one kind, each as a `timeline.peak.Allocator`
@@ -66,9 +59,8 @@ def _merged(name: str) -> dict[str, Any]:
     return merged
 
 
-for _name in ("RECIPES", "CHECKS", "CPU_KERNELS", "ON_THE_HOST", "MIXTURES", "ASKS_FIRST"):
-    getattr(operators, _name).update(_merged(_name))
-cost.CLASSES.update(_merged("COSTS"))
+operators.ROWS.update(_merged("OPERATORS"))
+cost.CLASSES.update({key: row.cost for key, row in operators.ROWS.items() if row.cost is not cost.READS_AND_WRITES})
 operators.ROUTES.update(routes.ROUTES | _merged("ROUTES"))
 creation_sites.LASTING.update(*_offered("LASTING"))
 TIMED = _merged("TIMED")

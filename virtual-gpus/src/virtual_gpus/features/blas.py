@@ -16,12 +16,14 @@ from math import prod
 
 import torch
 
-from virtual_gpus.clock.cost import OperatorClass, moves
+from virtual_gpus.clock.cost import READS_AND_WRITES, OperatorClass, moves
 from virtual_gpus.clock.cost_matmul import product
 from virtual_gpus.clock.work import Cost, Operation, added_on_host
+from virtual_gpus.dispatch.half_precision import in_its_type
 from virtual_gpus.dispatch.op_call import OpCall
 from virtual_gpus.machine import Kept, VirtualGPU, active
 from virtual_gpus.memory_model import blas_workspaces
+from virtual_gpus.operators import Row
 from virtual_gpus.patches.table import Patch
 from virtual_gpus.placement.storages import ScratchBlock, nbytes
 from virtual_gpus.threads import OfEachThread, this_thread
@@ -92,6 +94,7 @@ def leave_handle(gpu: VirtualGPU, holder: object) -> None:
 _BEHIND_BIAS = ("addmm", "addmm_", "baddbmm", "baddbmm_", "_addmm_activation")
 _MATRICES = dict.fromkeys(("mm", "bmm"), slice(0, 2)) | dict.fromkeys(_BEHIND_BIAS, slice(1, 3))
 _NO_MATRICES = slice(0)
+_WITHOUT_BIAS = ("mm", "bmm", "_int_mm", "_scaled_mm", "_grouped_mm")
 _HOST = added_on_host("product")
 
 
@@ -150,25 +153,31 @@ def _has_lt_bias(call: OpCall) -> bool:
 
 
 def _matrices(operation: Operation) -> Cost:
-    first, second = operation.inputs[-2:]
+    first, second = operation.inputs[:2] if operation.name in _WITHOUT_BIAS else operation.inputs[1:3]
     with_bias = operation.name.startswith(("addmm", "_addmm")) and len(operation.inputs) > 2
     aligned = all(part.leading * part.itemsize % 16 == 0 for part in (first, second, *operation.outputs[:1]))
-    sizes = first.shape[-2], second.shape[-1], first.shape[-1], prod(first.shape[:-2])
-    seconds, kernels = product(operation.spec, *sizes, operation.precision, with_bias, aligned)
+    count = prod(first.shape[:-2]) if len(first.shape) == len(second.shape) else 1  # else of groups of rows or columns
+    sizes, precision = (first.shape[-2], second.shape[-1], first.shape[-1], count), operation.precision
+    precision = "fp16" if first.itemsize == 1 else precision  # of int8 and fp8: up to twice as fast on a real GPU
+    seconds, kernels = product(operation.spec, *sizes, precision, with_bias, aligned)
     return Cost(seconds, kernels, _HOST)
 
 
 _PRODUCT = OperatorClass(_matrices, is_fusible=False, tf32_setting="matmul", depends_on_strides=True)
-COSTS = {
-    **dict.fromkeys(_MATRICES, _PRODUCT),
-    **dict.fromkeys(("mv", "addmv", "dot", "vdot", "ger", "addr"), moves("vector", is_fusible=False, host=_HOST)),
+_VECTOR = moves("vector", is_fusible=False, host=_HOST)
+_LT = functools.partial(with_workspace, lt=True)
+OPERATORS = {
+    **dict.fromkeys(("mm", "bmm", "baddbmm"), Row(_PRODUCT, with_workspace, cpu_kernel=in_its_type)),
+    **dict.fromkeys(("baddbmm_", "addmm_", "addbmm", "addbmm_"), Row(_PRODUCT, with_workspace)),
+    "addmm": Row(_PRODUCT, addmm, cpu_kernel=in_its_type),
+    "_addmm_activation": Row(_PRODUCT, addmm),
+    **dict.fromkeys(("_int_mm", "_scaled_mm"), Row(_PRODUCT, _LT)),
+    "_grouped_mm": Row(_PRODUCT),
+    **dict.fromkeys(("mv", "addmv", "dot", "vdot"), Row(_VECTOR, with_workspace)),
+    **dict.fromkeys(("ger", "addr"), Row(_VECTOR)),
+    "addmv_": Row(_VECTOR, with_workspace),
+    **dict.fromkeys(("linalg_solve_triangular", "triangular_solve"), Row(READS_AND_WRITES, with_workspace)),
 }
-RECIPES = {
-    **dict.fromkeys(("mm", "bmm", "baddbmm", "baddbmm_", "addmm_", "addbmm", "addbmm_", "addmv", "addmv_", "mv", "dot",
-                     "vdot", "linalg_solve_triangular", "triangular_solve"), with_workspace),
-    **dict.fromkeys(("_int_mm", "_scaled_mm"), functools.partial(with_workspace, lt=True)),
-    **dict.fromkeys(("addmm", "_addmm_activation"), addmm),
-}  # fmt: skip
 
 
 # ---- settings -------------------------------------------------------------------------------------------------------

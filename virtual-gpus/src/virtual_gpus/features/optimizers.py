@@ -10,6 +10,7 @@ from torch.utils._foreach_utils import Indices, TensorListList
 
 from virtual_gpus.clock.cost import FITTED, OperatorClass, bytes_of
 from virtual_gpus.clock.work import Cost, Operation, added_on_host
+from virtual_gpus.operators import Row
 from virtual_gpus.patches.table import Patch
 from virtual_gpus.placement.storages import device_of
 
@@ -46,7 +47,7 @@ def _lists(operation: Operation) -> Cost:
     return Cost(kernels * operation.kernel + operation.reading(bytes_of((*inputs, *written)), share), kernels, host)
 
 
-COSTS = dict.fromkeys(("_foreach_*", "_fused_*"), OperatorClass(_lists, is_fusible=False))
+OPERATORS = dict.fromkeys(("_foreach_*", "_fused_*"), Row(OperatorClass(_lists, is_fusible=False)))
 
 
 def patches() -> list[Patch]:

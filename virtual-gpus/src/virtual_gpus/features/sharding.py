@@ -14,8 +14,9 @@ from types import FrameType
 import torch
 
 from virtual_gpus.arithmetic import ceil_div, rounded_up
-from virtual_gpus.clock.cost import moves
+from virtual_gpus.clock.cost import READS_AND_WRITES, moves
 from virtual_gpus.dispatch.op_call import OpCall
+from virtual_gpus.operators import Row
 from virtual_gpus.timeline.peak import BUFFERS, GATHERED, GRADIENTS, PARAMETERS
 
 _THREADS, _BYTES = 128, 128 * 16  # of one block: its threads, and what it copies at a time
@@ -81,14 +82,14 @@ def _whole_gradients(foreach_reduce: FrameType) -> list[tuple[str, torch.Tensor]
     return [(GRADIENTS, tensor) for tensor in foreach_reduce.f_locals.get("unsharded_grads") or ()]
 
 
-RECIPES = {"split_with_sizes_copy": split_with_sizes_copy,
-           **dict.fromkeys(("_chunk_cat", "chunk_cat", "chunk_cat_mixed_dtype"), chunk_cat)}  # fmt: skip
 # Each byte is read once and written once: of a gathered tensor, of gradients, and of a rank's own part, the first
 # result, which is copied into the tensor that is to be gathered, the second.
-COSTS = {
-    "split_with_sizes_copy": moves("split", lambda operation: 2 * operation.inputs[0].nbytes, is_fusible=False),
-    **dict.fromkeys(("chunk_cat", "chunk_cat_mixed_dtype"), moves("chunked", is_fusible=False)),
-    "all_gather_copy_in": moves("copied_in", lambda operation: 2 * operation.outputs[0].nbytes, is_fusible=False),
+OPERATORS = {
+    "split_with_sizes_copy": Row(
+        moves("split", lambda operation: 2 * operation.inputs[0].nbytes, is_fusible=False), split_with_sizes_copy),
+    "_chunk_cat": Row(READS_AND_WRITES, chunk_cat),
+    **dict.fromkeys(("chunk_cat", "chunk_cat_mixed_dtype"), Row(moves("chunked", is_fusible=False), chunk_cat)),
+    "all_gather_copy_in": Row(moves("copied_in", lambda operation: 2 * operation.outputs[0].nbytes, is_fusible=False)),
 }  # fmt: skip
 ALLOCATES = [("fsdp/_fully_shard/_fsdp_collectives.py", ("foreach_reduce",), BUFFERS, _whole_gradients),
              ("fsdp/_fully_shard/_fsdp_collectives.py", None, GATHERED),

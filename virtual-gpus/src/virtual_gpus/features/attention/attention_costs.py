@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from virtual_gpus import figures
-from virtual_gpus.clock.cost import CHARGED_ELSEWHERE
 from virtual_gpus.clock.work import Cost, added_on_host
 from virtual_gpus.dispatch.measured_calls import argument, key_of
 from virtual_gpus.dispatch.timing import launch, precision_of
@@ -67,4 +66,3 @@ def _timed(backward: bool, tensors: list[Any], settings: dict[str, Any], device:
 
 _DIRECTIONS = {"": partial(_timed, False), "_backward": partial(_timed, True)}
 TIMED = {f"{kernel.name}{end}": timed for kernel in (Cudnn, Efficient, Flash) for end, timed in _DIRECTIONS.items()}
-COSTS = dict.fromkeys(TIMED, CHARGED_ELSEWHERE)

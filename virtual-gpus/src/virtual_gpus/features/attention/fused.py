@@ -15,12 +15,15 @@ from typing import Any
 
 import torch
 
+from virtual_gpus.clock.cost import CHARGED_ELSEWHERE, READS_AND_WRITES
+from virtual_gpus.dispatch.half_precision import widened
 from virtual_gpus.dispatch.op_call import OpCall
 from virtual_gpus.features.attention import kernels
 from virtual_gpus.features.attention.attention_costs import charge_attention
 from virtual_gpus.features.attention.choice import CUDNN, EFFICIENT, FLASH, HALF
 from virtual_gpus.features.attention.values import Numbers
 from virtual_gpus.features.autocast import below_autocast
+from virtual_gpus.operators import Row
 from virtual_gpus.placement.random_numbers import count_draws, default_generator
 from virtual_gpus.placement.storages import empty_in, put
 from virtual_gpus.threads import below, seen
@@ -114,8 +117,12 @@ def _with_strides(result: torch.Tensor, strides: tuple[int, ...]) -> torch.Tenso
 
 
 _DIRECTIONS: dict[str, Callable[..., tuple[Any, ...]]] = {"": _forward, "_backward": _backward}
-RECIPES = {
-    f"{kernel.name}{direction}": functools.partial(recipe, backend)
+_OF_CPU = "_scaled_dot_product_flash_attention_for_cpu"  # torch.func's transforms come to it
+OPERATORS = {
+    f"{kernel.name}{direction}": Row(CHARGED_ELSEWHERE, functools.partial(recipe, backend))
     for backend, kernel in KERNELS.items()
     for direction, recipe in _DIRECTIONS.items()
+} | {
+    _OF_CPU: Row(READS_AND_WRITES, cpu_kernel=functools.partial(widened, rounded=1)),
+    f"{_OF_CPU}_backward": Row(READS_AND_WRITES, cpu_kernel=widened),
 }

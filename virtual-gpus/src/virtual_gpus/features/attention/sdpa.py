@@ -23,6 +23,7 @@ from virtual_gpus.features.attention.values import for_all_heads
 from virtual_gpus.features.autocast import casting
 from virtual_gpus.features.tensors.attributes import gpu_as_seen
 from virtual_gpus.machine import VirtualGPU
+from virtual_gpus.operators import Row
 from virtual_gpus.patches.table import Patch
 from virtual_gpus.placement.storages import device_of, gpu_of, is_wrapper
 from virtual_gpus.placement.wrappers import arrived, is_dtensor
@@ -167,8 +168,7 @@ def get_fastpath_enabled() -> bool:
     return False
 
 
-RECIPES = {"_safe_softmax": safe_softmax}
-COSTS = {"_safe_softmax": moves("safe_softmax")}
+OPERATORS = {"_safe_softmax": Row(moves("safe_softmax"), safe_softmax)}
 
 
 def patches() -> list[Patch]:

@@ -14,8 +14,8 @@ from collections.abc import Iterable
 import torch
 
 from virtual_gpus.arithmetic import ceil_div
+from virtual_gpus.dispatch.half_precision import slow_types
 from virtual_gpus.features.attention.choice import HALF, T
-from virtual_gpus.features.half_precision import slow_types
 
 Gradients = tuple[T, T, T, T | None]  # gradients of query, key, value and a bias that wants one
 _fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default

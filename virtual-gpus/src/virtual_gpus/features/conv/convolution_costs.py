@@ -14,7 +14,6 @@ from math import prod
 
 from virtual_gpus import figures
 from virtual_gpus.arithmetic import rounded_up
-from virtual_gpus.clock.cost import OperatorClass
 from virtual_gpus.clock.cost_matmul import in_tiles
 from virtual_gpus.clock.work import Cost, Operand, Operation, added_on_host
 
@@ -141,13 +140,3 @@ def _depthwise(
     share = (fitted["share_backward"] if backward else 1.0) if last else fitted["share_first"]
     arithmetic = flops / (operation.spec.flops.fp32 * fitted["arithmetic"])
     return max(arithmetic, operation.reading(images.nbytes + result.nbytes)) / share
-
-
-_FORWARD, _BACKWARD = (
-    OperatorClass(formula, is_fusible=False, tf32_setting="conv", depends_on_strides=True)
-    for formula in (forward, backward)
-)
-COSTS = {
-    **dict.fromkeys(("convolution", "convolution_overrideable"), _FORWARD),
-    **dict.fromkeys(("convolution_backward", "convolution_backward_overrideable"), _BACKWARD),
-}

@@ -20,11 +20,14 @@ import torch
 from torch import Tensor
 
 from virtual_gpus import errors
+from virtual_gpus.clock.cost import OperatorClass
+from virtual_gpus.dispatch.half_precision import widened
 from virtual_gpus.dispatch.op_call import OpCall
 from virtual_gpus.dispatch.timing import precision_of
-from virtual_gpus.features.conv import workspaces
+from virtual_gpus.features.conv import convolution_costs, workspaces
 from virtual_gpus.machine import Kept, VirtualGPU
 from virtual_gpus.memory.allocator import OutOfMemory
+from virtual_gpus.operators import Row
 from virtual_gpus.placement.storages import CHANNELS_LAST, ScratchBlock, nbytes, scratch
 
 
@@ -194,8 +197,13 @@ def weight_elsewhere(call: OpCall, name: str, common: torch.device, device: torc
     return RuntimeError(f"Input type ({types[0]}) and weight type ({types[1]}) should be the same")
 
 
-MIXTURES = {"convolution": weight_elsewhere}
-RECIPES = {
-    **dict.fromkeys(("convolution", "convolution_overrideable"), convolution),
-    **dict.fromkeys(("convolution_backward", "convolution_backward_overrideable"), convolution_backward),
+_TIMES, _TIMES_BACKWARD = (
+    OperatorClass(formula, is_fusible=False, tf32_setting="conv", depends_on_strides=True)
+    for formula in (convolution_costs.forward, convolution_costs.backward)
+)
+OPERATORS = {
+    "convolution": Row(_TIMES, convolution, cpu_kernel=widened, mixture=weight_elsewhere),
+    "convolution_overrideable": Row(_TIMES, convolution),
+    "convolution_backward": Row(_TIMES_BACKWARD, convolution_backward, cpu_kernel=widened),
+    "convolution_backward_overrideable": Row(_TIMES_BACKWARD, convolution_backward),
 }

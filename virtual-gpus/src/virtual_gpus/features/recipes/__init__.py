@@ -2,13 +2,13 @@
 
 A *recipe* runs one ATen operator and counts the memory that CUDA would use for it:
 
-    def softmax_backward(call):               # an `OpCall`, see `dispatch.op_call`
+    def safe_softmax(call):                   # an `OpCall`, see `dispatch.op_call`
         with call.scratch(1024):              # temporaries, in CUDA's order
             return call.run()                 # the kernel itself, and blocks for its results
 
-A recipe returns results that have blocks. Each module contains the recipes of one family of operators. Its table
-`RECIPES` maps the base name of an operator ("mm") to its recipe. An operator without a recipe takes only the memory of
-its results. LSTM, attention and RMS norm are one operator on CUDA, but several on the CPU. They are patches of
+A recipe returns results that have blocks. Each module has one family of operators. Its `OPERATORS` has a row for each,
+with its recipe and all else that is known of it. An operator without a recipe takes only the memory of its results.
+LSTM, `scaled_dot_product_attention` and RMS norm are one operator on CUDA, but several on the CPU: they are patches of
 PyTorch's functions (see `virtual_gpus.patches`).
 
 `python -m benchmarks.memory` compares nine training steps with measurements on a real H200 under torch 2.11. With
@@ -37,7 +37,7 @@ from virtual_gpus.dispatch.op_call import OpCall
 
 
 def not_deterministic(kernel: str, only_if: Callable[[OpCall], bool] = lambda call: True) -> Callable[[OpCall], None]:
-    """A row of `CHECKS` that raises or warns, under `torch.use_deterministic_algorithms(True)`, if `only_if` is true.
+    """A `check` that raises or warns, under `torch.use_deterministic_algorithms(True)`, if `only_if` is true.
 
     kernel: its name in CUDA's message. Source: the calls of `alertNotDeterministic` in aten/src/ATen/native/cuda, as
     they are in the CUDA libraries of 2.11 to 2.15. What the CPU's kernel refuses itself is not repeated.

@@ -15,8 +15,10 @@ from typing import Any
 
 import torch
 
+from virtual_gpus.clock.cost import FREE, READS_AND_WRITES
 from virtual_gpus.dispatch.op_call import OpCall
 from virtual_gpus.entrance import calling_frame
+from virtual_gpus.operators import Row
 from virtual_gpus.placement.creation_sites import Site
 from virtual_gpus.threads import OfEachThread, this_thread
 
@@ -73,5 +75,4 @@ def reshape_product(call: OpCall) -> torch.Tensor:
     return result
 
 
-ASKS_FIRST = {"add": is_lent}
-RECIPES = {"add": add, "_unsafe_view": reshape_product}
+OPERATORS = {"add": Row(READS_AND_WRITES, add, asks_first=is_lent), "_unsafe_view": Row(FREE, reshape_product)}

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import torch
 
+from virtual_gpus.clock.cost import READS_AND_WRITES
 from virtual_gpus.dispatch.op_call import OpCall
 from virtual_gpus.machine import active
+from virtual_gpus.operators import Row
 from virtual_gpus.patches.table import Patch
 from virtual_gpus.placement.storages import gpu_of
 
@@ -35,4 +37,4 @@ def patches() -> list[Patch]:
     return [(torch, "dropout", dropout), (torch._VF, "dropout", dropout)]
 
 
-RECIPES = {"native_dropout": native_dropout}
+OPERATORS = {"native_dropout": Row(READS_AND_WRITES, native_dropout)}

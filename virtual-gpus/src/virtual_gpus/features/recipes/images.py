@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import torch
 
-from virtual_gpus.clock.cost import FITTED, OperatorClass, moves
+from virtual_gpus.clock.cost import FITTED, READS_AND_WRITES, OperatorClass, moves
 from virtual_gpus.clock.work import Cost, Operation
 from virtual_gpus.dispatch.op_call import OpCall
 from virtual_gpus.features.recipes import not_deterministic
 from virtual_gpus.features.recipes.packed_inputs import packed
+from virtual_gpus.operators import Row
 
 
 def _max_pool_backward_cost(operation: Operation) -> Cost:
@@ -32,23 +33,26 @@ _BACKWARD = """reflection_pad2d replication_pad2d upsample_nearest1d upsample_ne
 upsample_bilinear2d upsample_trilinear3d upsample_bicubic2d _adaptive_avg_pool2d _adaptive_avg_pool3d
 adaptive_max_pool2d"""
 _FORWARD = ("max_pool2d_with_indices", "max_pool3d_with_indices", "avg_pool2d", "avg_pool3d", "upsample_nearest2d")
-RECIPES = {
+_REFUSED = """replication_pad1d replication_pad2d replication_pad3d grid_sampler_3d avg_pool3d _adaptive_avg_pool2d
+_adaptive_avg_pool3d adaptive_max_pool2d fractional_max_pool2d fractional_max_pool3d max_pool3d_with_indices"""
+_REFUSED_OUT = """reflection_pad1d reflection_pad3d upsample_linear1d upsample_bilinear2d upsample_bicubic2d
+upsample_trilinear3d _upsample_bilinear2d_aa _upsample_bicubic2d_aa"""
+_PACKED = {
     **{f"{op}_backward": packed("grad_output") for op in _BACKWARD.split()},
     **dict.fromkeys(_FORWARD, packed("self")),
     **dict.fromkeys(("max_pool2d_with_indices_backward", "max_pool3d_with_indices_backward"),
                     packed("grad_output", "self")),
     **dict.fromkeys(("avg_pool2d_backward", "avg_pool3d_backward"), packed("self", "grad_output")),
 }  # fmt: skip
-COSTS = {
+_TIMES = {
     "max_pool2d_with_indices": moves("max_pool"),
     "max_pool2d_with_indices_backward": OperatorClass(_max_pool_backward_cost, depends_on_strides=True),
 }
-_REFUSED = """replication_pad1d replication_pad2d replication_pad3d grid_sampler_3d avg_pool3d _adaptive_avg_pool2d
-_adaptive_avg_pool3d adaptive_max_pool2d fractional_max_pool2d fractional_max_pool3d max_pool3d_with_indices"""
-_REFUSED_OUT = """reflection_pad1d reflection_pad3d upsample_linear1d upsample_bilinear2d upsample_bicubic2d
-upsample_trilinear3d _upsample_bilinear2d_aa _upsample_bicubic2d_aa"""
-CHECKS = {
+_CHECKS = {
     **{f"{op}_backward": not_deterministic(f"{op.strip('_')}_backward_cuda") for op in _REFUSED.split()},
     **{f"{op}_backward": not_deterministic(f"{op.strip('_')}_backward_out_cuda") for op in _REFUSED_OUT.split()},
     "grid_sampler_2d_backward": not_deterministic("grid_sampler_2d_backward_cuda", _without_cudnn),
+}
+OPERATORS = {
+    op: Row(_TIMES.get(op, READS_AND_WRITES), _PACKED.get(op), _CHECKS.get(op)) for op in _PACKED | _TIMES | _CHECKS
 }

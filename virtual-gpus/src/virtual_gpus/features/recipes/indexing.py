@@ -7,18 +7,20 @@ sizes give the H200's figures to the byte.
 
 from __future__ import annotations
 
+import functools
 from math import prod
 
 import torch
 
 from virtual_gpus import errors
-from virtual_gpus.clock.cost import FITTED, OperatorClass, bytes_of, moves
+from virtual_gpus.clock.cost import FITTED, READS_AND_WRITES, OperatorClass, bytes_of, moves
 from virtual_gpus.clock.work import Cost, Operation
 from virtual_gpus.dispatch.op_call import OpCall
 from virtual_gpus.dispatch.timing import charge_copy, charge_read
 from virtual_gpus.dispatch.valueless import is_mask
 from virtual_gpus.features.recipes import not_deterministic
 from virtual_gpus.features.recipes.packed_inputs import packed, packed_copies
+from virtual_gpus.operators import Row
 from virtual_gpus.patches.table import Patch
 from virtual_gpus.placement.storages import gpu_of, nbytes
 from virtual_gpus.threads import this_thread
@@ -125,30 +127,6 @@ def _multiplies(call: OpCall) -> bool:
     return call.func._schema.overload_name == "reduce" and call["reduce"] == "multiply"
 
 
-RECIPES = {"embedding": packed("indices"), "embedding_dense_backward": embedding_backward,
-           "index_put": index_put, "_index_put_impl_": index_put}  # fmt: skip
-CHECKS = dict.fromkeys(("index", "_unsafe_index"), send_indices)
-CHECKS |= dict.fromkeys(("index_put", "index_put_", "_index_put_impl_", "_unsafe_index_put"), send_and_count)
-CHECKS |= dict.fromkeys(
-    ("_embedding_bag_backward", "_embedding_bag_dense_backward"),
-    not_deterministic("embedding_bag_backward_cuda_max", lambda call: call["mode"] == _MAX),
-)
-CHECKS |= dict.fromkeys(("index_reduce", "index_reduce_"), not_deterministic("index_reduce_cuda"))
-# The CPU's kernel refuses the other calls of `put_` itself.
-CHECKS |= dict.fromkeys(("put", "put_"), not_deterministic("put_", lambda call: call["accumulate"]))
-CHECKS |= dict.fromkeys(("scatter", "scatter_"), not_deterministic("scatter_reduce_cuda_kernel", _multiplies))
-CHECKS |= dict.fromkeys(
-    ("scatter_reduce", "scatter_reduce_"),
-    not_deterministic("scatter_reduce_cuda_prod_", lambda call: call["reduce"] == "prod"),
-)
-_BY_TENSORS = ("index", "_unsafe_index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index_put")
-ON_THE_HOST = dict.fromkeys(_BY_TENSORS, {"indices"})
-ON_THE_HOST["index_fill_"] = {"index"}  # x[i] = 5 ends here if x is on the CPU for C++; on CUDA it is index_put_
-ON_THE_HOST["tensor_split"] = {"tensor_indices_or_sections"}
-MIXTURES = dict.fromkeys(_BY_TENSORS, indices_elsewhere) | {"embedding": embedding_elsewhere}
-MIXTURES |= dict.fromkeys(("masked_fill", "masked_fill_"), mask_elsewhere)
-
-
 def _embedding_backward_cost(operation: Operation) -> Cost:
     numbers, fitted = prod(operation.inputs[1].shape), FITTED["embedding_backward"]
     written = operation.outputs[0].nbytes + operation.inputs[0].nbytes
@@ -156,14 +134,37 @@ def _embedding_backward_cost(operation: Operation) -> Cost:
     return Cost(operation.kernel * floor + operation.reading(written), 2 if numbers <= _INDICES_WALKED else 8)
 
 
-COSTS = {
-    **dict.fromkeys(("embedding", "index_select", "gather", "index"),  # only the rows that are asked for are read
-                    moves("rows_taken", lambda operation: 2 * bytes_of(operation.outputs))),
-    "index_add_": moves("rows_added", lambda operation: 3 * operation.inputs[-1].nbytes),  # only the named rows
-    "embedding_dense_backward": OperatorClass(_embedding_backward_cost, is_fusible=False),
-    **dict.fromkeys(("select_backward", "slice_backward"),
-                    moves("zeros_and_values", lambda operation: operation.nbytes + bytes_of(operation.inputs))),
-}  # fmt: skip
+_TAKES = moves("rows_taken", lambda operation: 2 * bytes_of(operation.outputs))  # only the rows that are asked for
+_ADDS = moves("rows_added", lambda operation: 3 * operation.inputs[-1].nbytes)  # only the named rows
+_ZEROS_AND_VALUES = moves("zeros_and_values", lambda operation: operation.nbytes + bytes_of(operation.inputs))
+_row = functools.partial(Row, READS_AND_WRITES)
+_indexed = functools.partial(Row, on_host={"indices"}, mixture=indices_elsewhere)
+OPERATORS = {
+    "index": _indexed(_TAKES, check=send_indices),
+    "_unsafe_index": _indexed(READS_AND_WRITES, check=send_indices),
+    **dict.fromkeys(("index_put_", "_unsafe_index_put"), _indexed(READS_AND_WRITES, check=send_and_count)),
+    **dict.fromkeys(("index_put", "_index_put_impl_"), _indexed(READS_AND_WRITES, index_put, send_and_count)),
+    "index_fill_": _row(on_host={"index"}),  # x[i] = 5 ends here if x is on the CPU for C++; on CUDA it is index_put_
+    "tensor_split": _row(on_host={"tensor_indices_or_sections"}),
+    "embedding": Row(_TAKES, packed("indices"), mixture=embedding_elsewhere),
+    "embedding_dense_backward": Row(OperatorClass(_embedding_backward_cost, is_fusible=False), embedding_backward),
+    **dict.fromkeys(("index_select", "gather"), Row(_TAKES)),
+    "index_add_": Row(_ADDS),
+    **dict.fromkeys(("select_backward", "slice_backward"), Row(_ZEROS_AND_VALUES)),
+    **dict.fromkeys(("masked_fill", "masked_fill_"), _row(mixture=mask_elsewhere)),
+    **dict.fromkeys(
+        ("_embedding_bag_backward", "_embedding_bag_dense_backward"),
+        _row(check=not_deterministic("embedding_bag_backward_cuda_max", lambda call: call["mode"] == _MAX)),
+    ),
+    **dict.fromkeys(("index_reduce", "index_reduce_"), _row(check=not_deterministic("index_reduce_cuda"))),
+    # The CPU's kernel refuses the other calls of `put_` itself.
+    **dict.fromkeys(("put", "put_"), _row(check=not_deterministic("put_", lambda call: call["accumulate"]))),
+    **dict.fromkeys(("scatter", "scatter_"), _row(check=not_deterministic("scatter_reduce_cuda_kernel", _multiplies))),
+    **dict.fromkeys(
+        ("scatter_reduce", "scatter_reduce_"),
+        _row(check=not_deterministic("scatter_reduce_cuda_prod_", lambda call: call["reduce"] == "prod")),
+    ),
+}
 
 
 def patches() -> list[Patch]:

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import torch
 
-from virtual_gpus.clock.cost import FITTED, OperatorClass, bytes_of
+from virtual_gpus.clock.cost import FITTED, READS_AND_WRITES, OperatorClass, bytes_of
 from virtual_gpus.clock.work import Cost, Operation
 from virtual_gpus.dispatch.op_call import OpCall
 from virtual_gpus.features.recipes import not_deterministic
 from virtual_gpus.features.recipes.packed_inputs import channels_first_copy, packed, run_packed
 from virtual_gpus.features.recipes.reductions import take_buffers
+from virtual_gpus.operators import Row
 from virtual_gpus.placement.storages import StorageAllocation, nbytes, put
 
 _NO_REDUCTION = 0  # at::Reduction::None
@@ -77,21 +78,16 @@ def with_logits(call: OpCall) -> torch.Tensor:
     return result
 
 
-_NLL = ("nll_loss_forward", "nll_loss_backward")
-_NLL_OF_IMAGES = ("nll_loss2d_forward", "nll_loss2d_backward")
-RECIPES = {
-    **dict.fromkeys(_NLL, packed("target")),
-    **dict.fromkeys(_NLL_OF_IMAGES, nll_loss_of_images),
-    **dict.fromkeys(("mse_loss", "smooth_l1_loss"), reduced_in_place),
-    "huber_loss": reduced,
-    "log_sigmoid_forward": log_sigmoid,
-    "binary_cross_entropy_with_logits": with_logits,
+_PICKS = OperatorClass(_nll_cost)
+_OF_IMAGES = not_deterministic("nll_loss2d_forward_out_cuda_template", lambda call: call["reduction"] != _NO_REDUCTION)
+OPERATORS = {
+    **dict.fromkeys(("nll_loss_forward", "nll_loss_backward"), Row(_PICKS, packed("target"))),
+    "nll_loss2d_forward": Row(_PICKS, nll_loss_of_images, _OF_IMAGES),
+    "nll_loss2d_backward": Row(_PICKS, nll_loss_of_images),
+    **dict.fromkeys(("mse_loss", "smooth_l1_loss"), Row(READS_AND_WRITES, reduced_in_place)),
+    "huber_loss": Row(READS_AND_WRITES, reduced),
+    "log_sigmoid_forward": Row(READS_AND_WRITES, log_sigmoid),
+    "binary_cross_entropy_with_logits": Row(READS_AND_WRITES, with_logits),
+    "_ctc_loss": Row(READS_AND_WRITES, on_host={"input_lengths", "target_lengths"}),
+    "_ctc_loss_backward": Row(READS_AND_WRITES, check=not_deterministic("ctc_loss_backward_gpu")),
 }
-COSTS = dict.fromkeys(_NLL + _NLL_OF_IMAGES, OperatorClass(_nll_cost))
-CHECKS = {
-    "nll_loss2d_forward": not_deterministic(
-        "nll_loss2d_forward_out_cuda_template", lambda call: call["reduction"] != _NO_REDUCTION
-    ),
-    "_ctc_loss_backward": not_deterministic("ctc_loss_backward_gpu"),
-}
-ON_THE_HOST = {"_ctc_loss": {"input_lengths", "target_lengths"}}

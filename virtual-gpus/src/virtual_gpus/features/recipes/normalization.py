@@ -23,6 +23,7 @@ from virtual_gpus.dispatch.timing import charge_kernel
 from virtual_gpus.entrance import entrance
 from virtual_gpus.features.recipes.packed_inputs import packed_copies
 from virtual_gpus.machine import VirtualGPU
+from virtual_gpus.operators import Row
 from virtual_gpus.patches.table import Patch
 from virtual_gpus.placement.storages import StorageAllocation, gpu_of, is_wrapper, nbytes, place_all, put, scratch
 from virtual_gpus.placement.wrappers import arrived, is_dtensor
@@ -243,16 +244,6 @@ def patches() -> list[Patch]:
     return [(torch, "rms_norm", rms_norm)]
 
 
-RECIPES = {
-    "native_layer_norm": layer_norm,
-    "native_layer_norm_backward": layer_norm_backward,
-    "native_group_norm": group_norm,
-    "native_group_norm_backward": group_norm_backward,
-    "native_batch_norm": batch_norm,
-    "native_batch_norm_backward": batch_norm_backward,
-}
-
-
 def _batch_norm_cost(operation: Operation) -> Cost:
     """A block of threads per channel: few channels leave the GPU half idle, unless the channels are last."""
     backward = not operation.name.endswith("norm")
@@ -281,13 +272,13 @@ def _group_norm_cost(operation: Operation) -> Cost:
     return Cost(fitted["floor"] * operation.kernel + operation.reading(images, busy) + operation.reading(2 * images), 2)
 
 
-COSTS = {
-    "native_layer_norm": moves("layer_norm"),
-    "native_layer_norm_backward": moves("layer_norm_backward"),
-    "native_group_norm": OperatorClass(_group_norm_cost),
-    "native_group_norm_backward": moves("group_norm_backward"),
-    # Without training, it reads and writes once, as `sync_batch_norm` has it.
-    "native_batch_norm": OperatorClass(
-        _batch_norm_cost, depends_on_strides=True, unless=("training", "batch_norm_elemt")),
-    "native_batch_norm_backward": OperatorClass(_batch_norm_cost, depends_on_strides=True),
-}  # fmt: skip
+# Without training, it reads and writes once, as `sync_batch_norm` has it.
+_BATCH_NORM = OperatorClass(_batch_norm_cost, depends_on_strides=True, unless=("training", "batch_norm_elemt"))
+OPERATORS = {
+    "native_layer_norm": Row(moves("layer_norm"), layer_norm),
+    "native_layer_norm_backward": Row(moves("layer_norm_backward"), layer_norm_backward),
+    "native_group_norm": Row(OperatorClass(_group_norm_cost), group_norm),
+    "native_group_norm_backward": Row(moves("group_norm_backward"), group_norm_backward),
+    "native_batch_norm": Row(_BATCH_NORM, batch_norm),
+    "native_batch_norm_backward": Row(OperatorClass(_batch_norm_cost, depends_on_strides=True), batch_norm_backward),
+}

@@ -11,12 +11,13 @@ from math import prod
 
 import torch
 
-from virtual_gpus.clock.cost import FITTED, OperatorClass, moves
+from virtual_gpus.clock.cost import FITTED, READS_AND_WRITES, OperatorClass, moves
 from virtual_gpus.clock.work import Cost, Operation
 from virtual_gpus.dispatch.op_call import OpCall
 from virtual_gpus.features.recipes import not_deterministic
 from virtual_gpus.features.recipes.packed_inputs import channels_first_copy, packed
 from virtual_gpus.memory_model import reduction_scratch
+from virtual_gpus.operators import Row
 from virtual_gpus.threads import below
 
 
@@ -65,22 +66,21 @@ def _reduction_cost(operation: Operation) -> Cost:
 _NUMBERS = ("sum", "mean", "nansum", "prod", "amax", "amin", "linalg_vector_norm", "norm")
 _PAIRS = ("argmax", "argmin", "var", "std", "var_mean", "std_mean")
 _SOFTMAX, _BACKWARD = ("_softmax", "_log_softmax"), ("_softmax_backward_data", "_log_softmax_backward_data")
-RECIPES = {
-    **dict.fromkeys(_NUMBERS, reduction),
-    **dict.fromkeys(_PAIRS, partial(reduction, partial_bytes=16)),
-    **dict.fromkeys(_SOFTMAX, packed("self", copy_of=channels_first_copy)),
-    **dict.fromkeys(_BACKWARD, packed("grad_output", "output", copy_of=channels_first_copy)),
-    "histc": histc,
-}
-COSTS = {
-    **dict.fromkeys((*_NUMBERS, *_PAIRS, "max", "min", "all", "any"), OperatorClass(_reduction_cost)),
-    **dict.fromkeys(("sort", "argsort", "topk", "_unique2", "cumsum", "randperm"), moves("sort")),
-    **dict.fromkeys(_SOFTMAX, moves("softmax")),
-    **dict.fromkeys(_BACKWARD, moves("softmax_backward")),
-}
 _MEDIAN = not_deterministic("median CUDA with indices output", lambda call: len(call.func._schema.returns) == 2)
-CHECKS = {
-    "bincount": not_deterministic("_bincount_cuda", lambda call: call["weights"] is not None),
-    "histc": not_deterministic("_histc_cuda with floating point input", lambda call: call["self"].is_floating_point()),
-    **dict.fromkeys(("median", "nanmedian"), _MEDIAN),
+_HISTC = not_deterministic("_histc_cuda with floating point input", lambda call: call["self"].is_floating_point())
+_REDUCES, _SORTS = OperatorClass(_reduction_cost), moves("sort")
+OPERATORS = {
+    **dict.fromkeys(_NUMBERS, Row(_REDUCES, reduction)),
+    **dict.fromkeys(_PAIRS, Row(_REDUCES, partial(reduction, partial_bytes=16))),
+    **dict.fromkeys(("max", "min", "all", "any"), Row(_REDUCES)),
+    **dict.fromkeys(_SOFTMAX, Row(moves("softmax"), packed("self", copy_of=channels_first_copy))),
+    **dict.fromkeys(
+        _BACKWARD, Row(moves("softmax_backward"), packed("grad_output", "output", copy_of=channels_first_copy))
+    ),
+    **dict.fromkeys(("sort", "argsort", "topk", "_unique2", "cumsum", "randperm"), Row(_SORTS)),
+    **dict.fromkeys(("median", "nanmedian"), Row(READS_AND_WRITES, check=_MEDIAN)),
+    "bincount": Row(
+        READS_AND_WRITES, check=not_deterministic("_bincount_cuda", lambda call: call["weights"] is not None)
+    ),
+    "histc": Row(READS_AND_WRITES, histc, _HISTC),
 }

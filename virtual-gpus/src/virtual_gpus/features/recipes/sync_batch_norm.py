@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import torch
 
-from virtual_gpus.clock.cost import moves
+from virtual_gpus.clock.cost import READS_AND_WRITES, moves
 from virtual_gpus.dispatch.op_call import OpCall
+from virtual_gpus.operators import Row
 from virtual_gpus.threads import below
 
 
@@ -87,11 +88,11 @@ def backward_elemt(call: OpCall) -> torch.Tensor:
         return call.place(of_input.to(x.dtype))
 
 
-RECIPES = {
-    "batch_norm_stats": stats,
-    "batch_norm_gather_stats_with_counts": gather_stats,
-    "batch_norm_elemt": normalize,
-    "batch_norm_backward_reduce": backward_reduce,
-    "batch_norm_backward_elemt": backward_elemt,
+_NORMALIZES = moves("copied_in", lambda operation: 2 * operation.outputs[0].nbytes, is_fusible=False)
+OPERATORS = {
+    "batch_norm_stats": Row(READS_AND_WRITES, stats),
+    "batch_norm_gather_stats_with_counts": Row(READS_AND_WRITES, gather_stats),
+    "batch_norm_elemt": Row(_NORMALIZES, normalize),
+    "batch_norm_backward_reduce": Row(READS_AND_WRITES, backward_reduce),
+    "batch_norm_backward_elemt": Row(READS_AND_WRITES, backward_elemt),
 }
-COSTS = {"batch_norm_elemt": moves("copied_in", lambda operation: 2 * operation.outputs[0].nbytes, is_fusible=False)}

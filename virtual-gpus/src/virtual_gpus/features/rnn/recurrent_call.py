@@ -13,13 +13,15 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
+from virtual_gpus.clock.cost import READS_AND_WRITES
+from virtual_gpus.dispatch.half_precision import slow_types
 from virtual_gpus.dispatch.op_call import OpCall
 from virtual_gpus.errors import scalar_type
 from virtual_gpus.features.autocast import below_autocast
-from virtual_gpus.features.half_precision import slow_types
 from virtual_gpus.features.rnn.sizes import Network
 from virtual_gpus.features.rnn.weights import are_flat
 from virtual_gpus.machine import VirtualGPU
+from virtual_gpus.operators import Row
 from virtual_gpus.placement.random_numbers import drawing_from
 from virtual_gpus.placement.storages import device_of, gpu_of, nbytes, record_of
 from virtual_gpus.threads import below
@@ -213,8 +215,9 @@ def _check_lengths(call: OpCall) -> None:
         raise RuntimeError(f"'lengths' argument should be a 1D CPU int64 tensor, but got {given}")
 
 
-RECIPES = dict.fromkeys(("_pack_padded_sequence", "_pad_packed_sequence"), _packed)
-CHECKS = {"_pack_padded_sequence": _check_lengths}
-ON_THE_HOST = {"_pack_padded_sequence": {"lengths"}} | dict.fromkeys(
-    ("_pad_packed_sequence", "_pack_padded_sequence_backward", "lstm", "gru", "rnn_tanh", "rnn_relu"), {"batch_sizes"}
-)
+_SIZES = {"batch_sizes"}
+OPERATORS = {
+    "_pack_padded_sequence": Row(READS_AND_WRITES, _packed, _check_lengths, on_host={"lengths"}),
+    "_pad_packed_sequence": Row(READS_AND_WRITES, _packed, on_host=_SIZES),
+    **dict.fromkeys(("_pack_padded_sequence_backward", *_CELLS), Row(READS_AND_WRITES, on_host=_SIZES)),
+}

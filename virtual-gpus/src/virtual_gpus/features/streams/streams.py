@@ -21,12 +21,13 @@ from virtual_gpus.clock.cost import FREE
 from virtual_gpus.features.cuda.devices import gpu_at
 from virtual_gpus.features.tensors.attributes import gpu_as_seen
 from virtual_gpus.machine import Kept, VirtualGPU, VirtualMachine
+from virtual_gpus.operators import Row
 from virtual_gpus.patches.table import Patch, in_package
 from virtual_gpus.placement.storages import storages
 
 _POOL = 32  # streams of a GPU and a priority, handed out in turn (c10/cuda/CUDAStream.cpp)
 _CUDA = 1  # c10::DeviceType::CUDA
-COSTS = dict.fromkeys(("record_stream", "record_grad_output_stream"), FREE)
+OPERATORS = dict.fromkeys(("record_stream", "record_grad_output_stream"), Row(FREE))
 _raw_record_stream: Callable[..., None] = torch._C.TensorBase.record_stream
 _Device, _Id = torch.device | str | int | None, int | None
 

@@ -13,8 +13,6 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map_only
 
-_FUSED = "_scaled_dot_product_flash_attention_for_cpu"
-
 
 @functools.cache
 def slow_types() -> tuple[torch.dtype, ...]:
@@ -27,38 +25,32 @@ def slow_types() -> tuple[torch.dtype, ...]:
     return tuple(dtype for dtype, supported in has.items() if not supported)
 
 
-def convolution(func: torch._ops.OpOverload) -> Callable[..., Any] | None:
-    """What computes in float32 where half precision is slow. None for other CPUs, and for `out=`."""
-    return functools.partial(_widened, func._op) if slow_types() and not func._schema.overload_name else None
+def widened(func: torch._ops.OpOverload, rounded: int | None = None) -> Callable[..., Any] | None:
+    """What computes in float32 where half precision is slow. None for other CPUs, and for `out=`. rounded: so many of
+    the results are rounded; the others are in float32 on any CPU. None: all."""
+    instead = functools.partial(_widened, func._op, rounded)
+    return instead if slow_types() and not func._schema.overload_name else None
 
 
-def product(func: torch._ops.OpOverload) -> Callable[..., Any] | None:
+def in_its_type(func: torch._ops.OpOverload) -> Callable[..., Any] | None:
     """The same, and the overloads with a dtype for the result, which the CPU has no kernel for."""
     if func._schema.overload_name.startswith("dtype"):
         return functools.partial(_in_another_dtype, getattr(torch, func.overloadpacket.__name__))
-    return convolution(func)
-
-
-def _attention(func: torch._ops.OpOverload) -> Callable[..., Any] | None:
-    """The same for the CPU's fused attention, which torch.func's transforms come to."""
-    return functools.partial(_widened, func._op, rounds=1) if slow_types() else None
+    return widened(func)
 
 
 def _wide(argument: Any, dtype: torch.dtype) -> Any:
     return argument.float() if isinstance(argument, torch.Tensor) and argument.dtype is dtype else argument
 
 
-def _widened(kernel: Callable[..., Any], *args: Any, rounds: int | None = None, **options: Any) -> Any:
-    """Compute in float32 and round once, as a GPU does, whose sums of half precision are in float32.
-
-    rounds: so many of the results are rounded; the others are in float32 on any CPU. None: all.
-    """
+def _widened(kernel: Callable[..., Any], rounded: int | None, *args: Any, **options: Any) -> Any:
+    """Compute in float32 and round once, as a GPU does, whose sums of half precision are in float32."""
     dtype = args[0].dtype
     if dtype not in slow_types() or args[0].is_meta:
         return kernel(*args, **options)
     result = kernel(*(_wide(arg, dtype) for arg in args), **{name: _wide(arg, dtype) for name, arg in options.items()})
-    if rounds is not None:
-        return *(part.to(dtype) for part in result[:rounds]), *result[rounds:]
+    if rounded is not None:
+        return *(part.to(dtype) for part in result[:rounded]), *result[rounded:]
     return tree_map_only(torch.Tensor, methodcaller("to", dtype), result)
 
 
@@ -66,10 +58,3 @@ def _in_another_dtype(product: Callable[..., torch.Tensor], *args: Any, **option
     """A product of matrices whose last argument is the dtype of the result, in which the GPU adds up."""
     *matrices, dtype = args
     return product(*(matrix.to(dtype) for matrix in matrices), **options)
-
-
-CPU_KERNELS = {
-    **dict.fromkeys(("mm", "bmm", "addmm", "baddbmm"), product),
-    **dict.fromkeys(("convolution", "convolution_backward", f"{_FUSED}_backward"), convolution),
-    _FUSED: _attention,
-}
