@@ -31,8 +31,7 @@ class Row:
     cost: how long it takes. recipe: how CUDA uses memory for it, see `features.recipes`. check: what CUDA refuses or
     waits for before it runs. cpu_kernel: given an overload, what computes in the place of the CPU's kernel, or None.
     on_host: the arguments that CUDA wants, or takes, on the CPU. mixture: given an `OpCall`, an argument's name, the
-    device of those before it and its own, the error for it, or None for the usual one. asks_first: given an operator's
-    arguments before they have another holder, `OpCall.answer`.
+    device of those before it and its own, the error for it, or None for the usual one.
     """
 
     cost: OperatorClass
@@ -41,7 +40,6 @@ class Row:
     cpu_kernel: Callable[[torch._ops.OpOverload], Callable[..., Any] | None] | None = None
     on_host: Collection[str] = ()
     mixture: Callable[..., Exception | None] | None = None
-    asks_first: Callable[[tuple[Any, ...]], Any] | None = None
 
 
 # Filled from above: by the base name of an operator ("mm"), and by its kind (`Operator.kind`).
@@ -59,7 +57,6 @@ class Operator:
         self.kernels: dict[Any, Callable[..., Any]] | None = None  # by dispatch key, if of higher order or in Python
         self.takes_first: int | None = None  # tensors: among so many arguments first
         self.takes_by_name = True  # ... and among named ones
-        self.asks_first: Callable[[tuple[Any, ...]], Any] | None = None
         if isinstance(func, torch._ops.HigherOrderOperator):
             self.kernels, self.is_composite, self.route = func.py_kernels, True, ROUTES["composite"]
             return
@@ -72,7 +69,7 @@ class Operator:
         self.tf32_setting, self.unless = of_class.tf32_setting, of_class.unless
         self.depends_on_strides = of_class.depends_on_strides
         row = ROWS.get(self.base, _NO_ROW)
-        self.check, self.recipe, self.asks_first = row.check, row.recipe, row.asks_first
+        self.check, self.recipe = row.check, row.recipe
         self.allowed_on_host, self.mixture = row.on_host, row.mixture
         self.route = ROUTES[self.kind]
 

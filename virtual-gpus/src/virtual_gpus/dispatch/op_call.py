@@ -26,19 +26,18 @@ class OpCall:
     later as the kernel gets them. tensors: all that were among them as they were passed. gpu: the GPU that is on of the
     first tensor that has one, where the operator runs; None if there is none. on_one_gpu: True if all tensors have a
     storage of their own on that GPU. all_placed: False if one has none, as sparse ones, if C++ made it for itself, or
-    if its GPU is off. answer: what a feature found before `args` had another holder (`operators.Row.asks_first`).
+    if its GPU is off.
 
     A recipe (see `features.recipes`) takes it and runs the kernel as CUDA would use memory for it.
     """
 
-    __slots__ = ("all_placed", "answer", "args", "func", "gpu", "kernel", "kwargs", "on_one_gpu", "op", "tensors")
+    __slots__ = ("all_placed", "args", "func", "gpu", "kernel", "kwargs", "on_one_gpu", "op", "tensors")
     gpu: VirtualGPU  # as recipes see it: only the routes are given calls without one
 
     def __init__(self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]):
         self.func, self.args, self.kwargs = func, args, kwargs
         self.op = op = KNOWN.get(id(func)) or operator(func)
         self.kernel = op.kernel
-        self.answer = None if op.asks_first is None else op.asks_first(args)
         tensors: list[torch.Tensor] = []
         self.tensors = tensors
         for value in args[: op.takes_first]:  # `tensors_in`, without its call: this runs for every operator

@@ -30,29 +30,30 @@ _FRESH = (object(),)  # a tuple that alone holds its element
 _product: OfEachThread[tuple[Callable[[], Any], Site | None]] = OfEachThread((lambda: None, None))
 
 
-def is_lent(args: tuple[Any, ...]) -> bool:
-    """True in a backward pass if C++ holds the first of `args` and Python does only in this tuple of the dispatcher's.
+def _is_lent(call: OpCall) -> bool:
+    """True if C++ holds the first argument of a call, and Python does only in the call.
 
     C++ keeps one reference to the Python object of a tensor that it holds (c10/util/intrusive_ptr.h). It takes a
-    gradient as its own if that reference is the only one (is_tensor_stealable in torch/csrc/autograd/variable.h).
-    How many more references Python counts on the way depends on its version: both terms have them. Callers may have no
-    name for the tensor itself.
+    gradient as its own if that reference is the only one (is_tensor_stealable in torch/csrc/autograd/variable.h). The
+    call has another one, in its `tensors`. How many more Python counts on the way depends on its version: both terms
+    have them. Callers may have no name for the tensor itself.
     """
-    return this_thread.in_backward and bool(args) and sys.getrefcount(args[0]) - sys.getrefcount(_FRESH[0]) == 1
+    return sys.getrefcount(call.args[0]) - sys.getrefcount(_FRESH[0]) == 2
 
 
 def add(call: OpCall) -> torch.Tensor:
     """`a + b`; in place where C++ would."""
     args = call.args
     if len(call.tensors) == len(args) == 2 and not call.kwargs:
-        if _engine_adds(call, *args) if this_thread.in_backward else args[1].dim() == 1 and _linear_adds(call, args[0]):
+        if _engine_adds(call) if this_thread.in_backward else args[1].dim() == 1 and _linear_adds(call, args[0]):
             return call.run_in_place(args[0])
     return call.run()
 
 
-def _engine_adds(call: OpCall, first: torch.Tensor, second: torch.Tensor) -> bool:
+def _engine_adds(call: OpCall) -> bool:
     """True if the engine itself adds two gradients, and holds the first one alone."""
-    if not call.answer or first.shape != second.shape or first.dtype != second.dtype or torch.is_grad_enabled():
+    is_lent, (first, second) = _is_lent(call), call.args
+    if not is_lent or first.shape != second.shape or first.dtype != second.dtype or torch.is_grad_enabled():
         return False
     if not calling_frame().f_code.co_filename.endswith(_ENGINE):
         return False
@@ -75,4 +76,4 @@ def reshape_product(call: OpCall) -> torch.Tensor:
     return result
 
 
-OPERATORS = {"add": Row(READS_AND_WRITES, add, asks_first=is_lent), "_unsafe_view": Row(FREE, reshape_product)}
+OPERATORS = {"add": Row(READS_AND_WRITES, add), "_unsafe_view": Row(FREE, reshape_product)}

@@ -179,9 +179,11 @@ def _rms_backward(input: T, weight: Weight, shape: Shape, eps: Eps, gradient: T)
 
 
 def _below(gpu: VirtualGPU, function: Any, *args: Any) -> Any:
-    """Compute below the accounting. PyTorch takes the operator apart in Python to find shapes, so they are kept."""
+    """Compute below the accounting. PyTorch takes the operator apart in Python to find shapes, so they are kept, but
+    for those under autocast, whose types differ."""
+    keeps = gpu.machine.shapes_only and not torch.is_autocast_enabled("cuda")
     with below():
-        return known.computed(function, *args) if gpu.machine.shapes_only else function(*args)
+        return known.computed(function, *args) if keeps else function(*args)
 
 
 def _normalized(input: T, weight: Weight, shape: Shape, eps: Eps) -> tuple[T, T]:

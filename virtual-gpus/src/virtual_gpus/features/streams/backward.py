@@ -7,23 +7,24 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch.autograd.graph import GradientEdge, Node
 from torch.utils.hooks import RemovableHandle
 
 from virtual_gpus.features.streams import streams
-from virtual_gpus.features.tensors import autograd
-from virtual_gpus.machine import VirtualGPU, VirtualMachine, active
+from virtual_gpus.machine import VirtualGPU, VirtualMachine
 from virtual_gpus.placement.storages import gpu_of
 
 
 @contextmanager
-def on_the_streams_of_forward(outputs: Iterable[torch.Tensor | GradientEdge]) -> Iterator[None]:
+def on_the_streams_of_forward(
+    machine: VirtualMachine, outputs: Iterable[torch.Tensor | GradientEdge]
+) -> Iterator[None]:
     """Within it, the engine runs the nodes behind `outputs` on their streams. At its end the caller's streams wait."""
-    machine = active()
-    if machine is None or not streams.have_changed(machine):
+    if not streams.have_changed(machine):
         yield
         return
     run = _Pass(machine)
@@ -102,10 +103,6 @@ def _gpus(gradients: tuple[torch.Tensor | None, ...]) -> set[VirtualGPU]:
     return {gpu for gpu in gpus if gpu is not None}
 
 
-def prepare() -> None:
-    """See `features`. `tensors.autograd` runs its passes so while GPUs are on, and only then."""
-    autograd.around_pass = on_the_streams_of_forward
-
-
-def forget() -> None:
-    autograd.around_pass = nullcontext
+def start(machine: VirtualMachine) -> None:
+    """See `features`."""
+    machine.around_backward = partial(on_the_streams_of_forward, machine)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -26,8 +26,6 @@ _raw_apply = BackwardCFunction.apply
 _raw_make_node = vars(torch.autograd.Function)["apply"]
 _raw_run_backward = torch.autograd.graph._engine_run_backward
 _oldest: list[torch.Tensor] = []  # see `_drop_what_waits`
-
-around_pass: Callable[[Any], AbstractContextManager[Any]] = nullcontext  # a feature's; it is given the outputs
 
 
 def _get_grad(self: torch.Tensor) -> torch.Tensor | None:
@@ -76,7 +74,7 @@ def _engine_run_backward(outputs: Sequence[torch.Tensor | GradientEdge], *args: 
     try:
         if clock is not None:
             clock.start_backward()
-        with around_pass(outputs):
+        with nullcontext() if machine is None else machine.around_backward(outputs):
             gradients = _raw_run_backward(outputs, *args, **kwargs)
     except BaseException:
         if not outer:
