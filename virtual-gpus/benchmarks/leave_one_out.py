@@ -2,9 +2,9 @@
 
     python -m benchmarks.memory --leave-one-out
 
-The fitted limits are in figures/cudnn.toml, of convolutions and of recurrent nets. Each case that uses
-convolutions or a recurrent net is predicted with limits that the other cases choose: for each limit the value, fitted
-or alternative, with the smallest sum of errors. Where an alternative is as good as the fitted value, the others do not
+The fitted limits are in features/conv/figures.toml and features/rnn/figures.toml. Each case that uses convolutions or a
+recurrent net is predicted with limits that the other cases choose: for each limit the value, fitted or alternative,
+with the smallest sum of errors. Where an alternative is as good as the fitted value, the others do not
 know the limit, and the alternative is taken. Alternatives stand in their order, the rule's absence first. What is
 predicted is the case's peak, each case on a GPU of its own, with shapes only.
 """

@@ -83,8 +83,10 @@ BAD_FIGURES = {FIGURE.format("GB", "a data sheet"): "the unit 'GB' is unknown. U
 
 
 def test_a_new_kind_is_a_file_whose_figures_have_units_and_sources(tmp_path, monkeypatch):
-    for file in figures.FOLDER.rglob("*.toml"):
-        figures.read(str(file.relative_to(figures.FOLDER)))
+    beside = [*figures.FOLDER.parent.glob("features/*/figures.toml")]
+    assert {"attention", "conv", "rnn"} <= {path.parent.name for path in beside}
+    for file in (*figures.FOLDER.rglob("*.toml"), *beside):
+        figures.read(str(file))
     monkeypatch.setattr(figures, "FOLDER", tmp_path)
     table = '[sheet]\nsource = "a data sheet"\nunits = { size = "KiB", share = "of it" }\nsize = 2\npart.share = 3\n'
     (tmp_path / "shared.toml").write_text(table)

@@ -146,7 +146,7 @@ def test_a_limit_that_only_one_case_knows_is_unknown_without_it(monkeypatch):
     assert abs(fitted) < 0.001 and without < -0.3 and known == ["fourier_side"]
     fitted, without, known = found["conv3_s2"]
     assert without == fitted and known == []
-    assert conv_workspaces.FITTED == figures.read("cudnn.toml")["convolutions"]
+    assert conv_workspaces.FITTED == figures.beside(conv_workspaces.__file__)["memory"]
 
 
 def test_a_margin_is_added_to_the_estimate():

@@ -1,7 +1,7 @@
 """The versions of PyTorch: which are supported, and since which one a rule holds. Does not import torch.
 
-A new PyTorch begins here: ARCHITECTURE.md ("A new PyTorch") says how. A rule that changed has a name here, and no other
-module compares versions with numbers.
+A new PyTorch begins here: ARCHITECTURE.md ("A new PyTorch") says how. A rule that changed has a name here, also if only
+one feature has it, so that what a new PyTorch changes is one page. No other module compares versions with numbers.
 """
 
 from __future__ import annotations

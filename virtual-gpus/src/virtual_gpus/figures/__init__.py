@@ -1,4 +1,4 @@
-"""Figures that are data, in TOML files of this folder: each with its unit and where it comes from. No torch here.
+"""Figures that are data, in TOML files: each with its unit and where it comes from. No torch here.
 
     read("kinds/H200.toml")["sheet"]["bandwidth"]      # 4.8e12: bytes per second
 
@@ -11,7 +11,8 @@ their `units` by their names. Then a figure is only its number.
 - links.toml: links between GPUs, and networks between machines.
 - host.toml: what it costs the host to issue work.
 - operators.toml: what operators take besides the reading and writing of their bytes.
-- cudnn.toml: what was fitted of the memory that cuDNN takes.
+
+What only one feature has is in `figures.toml` in its folder (`beside`).
 """
 
 from __future__ import annotations
@@ -32,11 +33,16 @@ _FIGURE = {"value", "unit", "source"}
 
 @functools.cache
 def read(name: str) -> dict[str, Any]:
-    """The tables of a file, which are not to be changed.
+    """The tables of a file, by its path from this folder. They are not to be changed.
 
     Raises ValueError for a figure without a unit or a source, and for an unknown unit.
     """
     return _converted(tomllib.loads((FOLDER / name).read_text(encoding="utf-8")), name, {}, "")
+
+
+def beside(module: str) -> dict[str, Any]:
+    """The tables of `figures.toml` in the folder of a module, for which it gives its `__file__`. Raises as `read`."""
+    return read(str(Path(module).with_name("figures.toml")))
 
 
 def _converted(part: Any, where: str, units: dict[str, str], source: str) -> Any:

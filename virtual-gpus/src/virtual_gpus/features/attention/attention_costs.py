@@ -1,6 +1,6 @@
 """How long the fused attention kernels take. The recipe that runs one charges it, since it knows of a causal mask.
 
-The constants are in `figures/operators.toml`.
+The constants are in figures.toml.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from virtual_gpus.features.attention.values import Numbers, T
 from virtual_gpus.gpus import GPUSpec
 from virtual_gpus.machine import VirtualGPU
 
-_FITTED, _HOST = figures.read("operators.toml")["attention"], added_on_host("product")
+_FITTED, _HOST = figures.beside(__file__)["time"], added_on_host("product")
 
 
 def charge_attention(gpu: VirtualGPU, name: str, query: T, key: T, value: T, numbers: Numbers) -> None:

@@ -21,7 +21,7 @@ from virtual_gpus.machine import VirtualGPU
 from virtual_gpus.placement.storages import StorageAllocation, scratch
 
 FLOAT = 4
-_CUDNN_OWN: int = figures.read("cudnn.toml")["attention"]["own"]
+_CUDNN_OWN: int = figures.beside(__file__)["memory"]["cudnn"]
 
 
 class Kernel:

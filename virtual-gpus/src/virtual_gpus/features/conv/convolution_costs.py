@@ -5,7 +5,7 @@ in, channels out), in tiles as `cost_matmul` cuts them, or takes as long as its 
 read and written once. cuDNN's kernels want channels last. Images in another order are rewritten before and after, which
 takes a reading and a writing for all that the L2 cache does not hold.
 
-The constants are in `figures/operators.toml`, with what they were fitted to.
+The constants are in figures.toml, with what they were fitted to.
 """
 
 from __future__ import annotations
@@ -14,17 +14,39 @@ from math import prod
 
 from virtual_gpus import figures
 from virtual_gpus.arithmetic import rounded_up
+from virtual_gpus.clock.cost import FITTED
 from virtual_gpus.clock.cost_matmul import in_tiles
 from virtual_gpus.clock.work import Cost, Operand, Operation, added_on_host
+from virtual_gpus.features.conv.workspaces import tiles_of_window
 
-_FIGURES = figures.read("operators.toml")
-_FITTED, _SUM = _FIGURES["convolutions"], _FIGURES["formulas"]["reduction"]
+_FITTED, _SUM = figures.beside(__file__)["time"], FITTED["reduction"]
 _TILES, _HOST = tuple(map(tuple, _FITTED["tiles"])), added_on_host("convolution")
+
+
+class _Convolution:
+    """What cuDNN is asked for. gradients: how many a backward pass wants, whose `result` is a gradient too, else 0."""
+
+    def __init__(self, operation: Operation, images: Operand, filters: Operand, result: Operand, gradients: int = 0):
+        self.operation, self.images, self.filters, self.result = operation, images, filters, result
+        self.gradients, self.calls = gradients, max(1, gradients)  # a call of cuDNN for each
+        self.fitted = _FITTED["backward" if gradients else "forward"]  # backward: of both gradients
+        self.part = gradients / 2 or 1  # of that
+        self.taps = prod(filters.shape[2:])  # pixels of a filter
+        self.is_transposed = len(result.shape) > 1 and result.shape[1] != filters.shape[0]  # filters: (in, out, ...)
+        in_groups = len(filters.shape) > 1 and not self.is_transposed
+        self.groups = max(1, images.shape[1] // filters.shape[1]) if in_groups else 1
+        summed = images if self.is_transposed else result
+        self.flops = 2 * prod(summed.shape) * prod(filters.shape[1:]) * self.calls  # without padding
+        self.lies_last = images.channels_last or filters.channels_last  # cuDNN's choice of an order
+        # The least seconds of all kernels, and how many there are, where some reorder images and filters.
+        window = self.fitted["window"] * (self.taps > 1)
+        self.start = operation.kernel * (self.fitted["floor"] + window) * self.part
+        self.kernels = max(1, round(self.fitted["kernels"] * self.part))
 
 
 def forward(operation: Operation) -> Cost:
     """With a bias, which a kernel of its own adds to the result (aten/src/ATen/native/cudnn/ConvShared.cpp)."""
-    cost = _conv(operation, False, operation.inputs[0], operation.inputs[1], operation.outputs[0], 1)
+    cost = _cost(_Convolution(operation, *operation.inputs[:2], operation.outputs[0]))
     seconds = operation.kernel + operation.reading(2 * operation.outputs[0].nbytes)
     return _and(cost, seconds) if len(operation.inputs) > 2 else cost
 
@@ -33,7 +55,7 @@ def backward(operation: Operation) -> Cost:
     """With the gradient of a bias, which is a sum of its own."""
     gradient, images, filters = operation.inputs[:3]
     halves = sum(part.shape in (images.shape, filters.shape) for part in operation.outputs[:2])
-    cost = _conv(operation, True, images, filters, gradient, max(1, halves))
+    cost = _cost(_Convolution(operation, images, filters, gradient, max(1, halves)))
     has_bias = len(filters.shape) > 2 and any(len(part.shape) == 1 for part in operation.outputs)
     seconds = _SUM["floor_of_many"] * operation.kernel + operation.reading(gradient.nbytes, _SUM["share"])
     return _and(cost, seconds) if has_bias else cost
@@ -44,99 +66,107 @@ def _and(cost: Cost, seconds: float) -> Cost:
     return cost._replace(seconds=cost.seconds + seconds, kernels=cost.kernels + 1)
 
 
-def _conv(
-    operation: Operation, backward: bool, images: Operand, filters: Operand, result: Operand, gradients: int
-) -> Cost:
-    conv, spec = _FITTED["backward" if backward else "forward"], operation.spec
-    cores = operation.precision in spec.tensor_cores
-    if cores and images.itemsize == 2 and len(filters.shape) > 2:
-        return _in_two_bytes(operation, backward, images, filters, result, gradients)
-    reached, window = spec.reached, prod(filters.shape[2:]) > 1
-    groups = max(1, images.shape[1] // filters.shape[1]) if len(filters.shape) > 1 else 1
-    flops = 2 * prod(result.shape) * prod(filters.shape[1:]) * gradients
-    if cores and groups == 1 and len(filters.shape) > 2:
-        flops = _in_tiles(images, filters, result, backward, gradients)
-    if len(result.shape) > 1 and result.shape[1] != filters.shape[0]:  # transposed: filters are (in, out, ...)
-        flops, groups = 2 * prod(images.shape) * prod(filters.shape[1:]) * gradients, 1
-    speed = getattr(spec.flops, operation.precision) * (reached.tensor_conv if cores else reached.conv) * conv["share"]
-    half = gradients / 2 if backward else 1
-    floor = operation.kernel * (conv["floor"] + conv["window"] * window) * half
-    if groups > 1 and filters.shape[1] == 1 and images.itemsize == 4:
-        arithmetic = flops / (spec.flops.fp32 * conv["own_kernels"])
-        once = gradients * operation.reading(images.nbytes + result.nbytes)
-        return Cost(floor + max(arithmetic, once), max(1, round(conv["kernels"] * half)), _HOST)
+def _cost(conv: _Convolution) -> Cost:
+    cores = conv.operation.precision in conv.operation.spec.tensor_cores
+    if cores and conv.images.itemsize == 2 and len(conv.filters.shape) > 2:
+        return _in_two_bytes(conv)
+    if conv.groups > 1 and conv.filters.shape[1] == 1 and conv.images.itemsize == 4:
+        return Cost(conv.start + _depthwise(conv, conv.fitted["own_kernels"]), conv.kernels, _HOST)
+    return _in_four_bytes(conv, cores)
+
+
+def _depthwise(conv: _Convolution, arithmetic: float) -> float:
+    """Each channel has its own filter, which is no work for tensor cores. arithmetic: share of the fp32 peak."""
+    once = conv.calls * conv.operation.reading(conv.images.nbytes + conv.result.nbytes)
+    return max(conv.flops / (conv.operation.spec.flops.fp32 * arithmetic), once)
+
+
+# ---- in four bytes, and without tensor cores -------------------------------------------------------------------------
+
+
+def _in_four_bytes(conv: _Convolution, cores: bool) -> Cost:
+    """At a share of the peak. A group that is narrower than a tile leaves a part of it idle."""
+    spec, groups, filters = conv.operation.spec, conv.groups, conv.filters
+    peak = getattr(spec.flops, conv.operation.precision)
+    speed = peak * (spec.reached.tensor_conv if cores else spec.reached.conv) * conv.fitted["share"]
     slower = max(1, min(groups, _FITTED["groups_on_cores"] if cores else _FITTED["simt_columns"] / filters.shape[1]))
-    seconds = floor + flops / (speed / slower)
-    if not (cores and _lie_last(images, filters)):
-        passes = half * (1 if cores else _FITTED["passes_without_cores"])  # other kernels take both as they lie
-        seconds += passes * operation.reading(conv["filters"] * filters.nbytes)
-        seconds += half * operation.reading(conv["images"] * (images.nbytes + result.nbytes))
-    return Cost(seconds, max(1, round(conv["kernels"] * half)), _HOST)
+    in_tiles = cores and groups == 1 and len(filters.shape) > 2 and not conv.is_transposed
+    seconds = conv.start + (_flops_in_tiles(conv) if in_tiles else conv.flops) / (speed / slower)
+    if not (cores and conv.lies_last):
+        passes = conv.part * (1 if cores else _FITTED["passes_without_cores"])  # other kernels take both as they lie
+        seconds += passes * conv.operation.reading(conv.fitted["filters"] * filters.nbytes)
+        flow = conv.images.nbytes + conv.result.nbytes
+        seconds += conv.part * conv.operation.reading(conv.fitted["images"] * flow)
+    return Cost(seconds, conv.kernels, _HOST)
 
 
-def _lie_last(images: Operand, filters: Operand) -> bool:
-    """cuDNN's choice of an order: channels last if either operand has them last."""
-    return images.channels_last or filters.channels_last
-
-
-def _in_tiles(images: Operand, filters: Operand, result: Operand, backward: bool, gradients: int) -> float:
+def _flops_in_tiles(conv: _Convolution) -> float:
     """Operations of whole tiles: columns of channels that are not full cost as much as full ones."""
-    taps, pixels = prod(filters.shape[2:]), prod(result.shape) / result.shape[1]
-    out, into = filters.shape[0], filters.shape[1]
+    pixels, (out, into) = prod(conv.result.shape) / conv.result.shape[1], conv.filters.shape[:2]
     rounded_out = rounded_up(out, _FITTED["columns"])
-    if not backward:
-        return 2 * pixels * taps * into * rounded_out
-    wide, narrow = _FITTED["wide"], _FITTED["narrow"]
-    columns = taps * rounded_up(into, wide) if into >= narrow else rounded_up(taps * into, narrow)
-    flops = 2 * pixels * rounded_out * columns
-    return flops + (2 * pixels * taps * out * rounded_up(into, _FITTED["columns"]) if gradients > 1 else 0)
+    if not conv.gradients:
+        return 2 * pixels * conv.taps * into * rounded_out
+    across, columns = tiles_of_window(into, conv.taps)
+    flops = 2 * pixels * rounded_out * across * columns
+    both = conv.gradients > 1
+    return flops + (2 * pixels * conv.taps * out * rounded_up(into, _FITTED["columns"]) if both else 0)
 
 
 # ---- in two bytes on tensor cores ------------------------------------------------------------------------------------
 
 
-def _in_two_bytes(
-    operation: Operation, backward: bool, images: Operand, filters: Operand, result: Operand, gradients: int
-) -> Cost:
-    if result.shape[1] != filters.shape[0]:  # transposed: the gradient of one from the result to the images
-        images, result = result, images
-    conv, last = _FITTED["backward" if backward else "forward"], _lie_last(images, filters)
-    into, taps = filters.shape[1], prod(filters.shape[2:])
-    groups = max(1, images.shape[1] // into)
-    if into == 1 < groups:
-        seconds = gradients * _depthwise(operation, backward, last, images, filters, result)
-        return Cost(_FITTED["depthwise"]["floor"] * operation.kernel + seconds, gradients, _HOST)
-    if backward and last and groups > 1 and (into not in _FITTED["fast_widths"] or groups % _FITTED["fast_groups"]):
-        flops = 2 * gradients * prod(result.shape) * taps * into
-        return Cost(flops / (operation.spec.flops.fp32 * _FITTED["slow_groups"] * into**0.5), gradients, _HOST)
-    out, pixels = filters.shape[0] // groups, prod(result.shape) // result.shape[1]
-    channels = into if groups > 1 else rounded_up(into, _FITTED["channels"])
-    products = [(pixels, out, taps * channels)]
-    if backward:
-        before = max(1, prod(images.shape) // images.shape[1])
-        products = [(out, taps * channels, pixels), (before, channels, max(1, taps * out * pixels // before))]
-    once = operation.reading(images.nbytes + filters.nbytes + result.nbytes)
-    reached = operation.spec.reached
-    slower = reached.tensor / reached.conv_in_two_bytes
-    times = (in_tiles(operation.spec, *sizes, groups, operation.precision, tiles=_TILES) for sizes in products)
-    arithmetic = [slower * seconds for seconds, _ in times]
-    seconds = sum(max(computing, once) for computing in arithmetic[:gradients])
-    if last:
-        return Cost(seconds, gradients, _HOST)
-    half, flow = gradients / 2 if backward else 1, images.nbytes + result.nbytes
-    held = min(flow, operation.spec.l2_bytes)
-    seconds += half * operation.kernel * (conv["floor"] + conv["window"] * (taps > 1))
-    seconds += half * operation.reading(conv["filters"] * filters.nbytes + conv["images"] * held)
-    seconds += gradients * operation.reading(_FITTED["rewritten"] * (flow - held))
-    return Cost(seconds, max(1, round(conv["kernels"] * half)), _HOST)
+def _in_two_bytes(conv: _Convolution) -> Cost:
+    if conv.is_transposed:  # the gradient of one from the result to the images
+        conv = _Convolution(conv.operation, conv.result, conv.filters, conv.images, conv.gradients)
+    if conv.filters.shape[1] == 1 < conv.groups:
+        return _depthwise_in_two_bytes(conv)
+    if conv.gradients and conv.lies_last and _lacks_kernel(conv):
+        return _without_cores(conv)
+    seconds = _in_products(conv)
+    return Cost(seconds, conv.calls, _HOST) if conv.lies_last else _reordered(conv, seconds)
 
 
-def _depthwise(
-    operation: Operation, backward: bool, last: bool, images: Operand, filters: Operand, result: Operand
-) -> float:
-    """Each channel has its own filter, which is no work for tensor cores: mostly reading and writing."""
-    flops = 2 * prod(result.shape) * prod(filters.shape[2:])
+def _depthwise_in_two_bytes(conv: _Convolution) -> Cost:
+    """Mostly reading and writing, at a share of the bandwidth."""
     fitted = _FITTED["depthwise"]
-    share = (fitted["share_backward"] if backward else 1.0) if last else fitted["share_first"]
-    arithmetic = flops / (operation.spec.flops.fp32 * fitted["arithmetic"])
-    return max(arithmetic, operation.reading(images.nbytes + result.nbytes)) / share
+    share = (fitted["share_backward"] if conv.gradients else 1.0) if conv.lies_last else fitted["share_first"]
+    seconds = _depthwise(conv, fitted["arithmetic"]) / share
+    return Cost(fitted["floor"] * conv.operation.kernel + seconds, conv.calls, _HOST)
+
+
+def _lacks_kernel(conv: _Convolution) -> bool:
+    """Groups for whose gradients cuDNN has no kernel on tensor cores."""
+    is_fast = conv.filters.shape[1] in _FITTED["fast_widths"] and conv.groups % _FITTED["fast_groups"] == 0
+    return conv.groups > 1 and not is_fast
+
+
+def _without_cores(conv: _Convolution) -> Cost:
+    """At a share of the fp32 peak that grows with the width of a group."""
+    speed = conv.operation.spec.flops.fp32 * _FITTED["slow_groups"] * conv.filters.shape[1] ** 0.5
+    return Cost(conv.flops / speed, conv.calls, _HOST)
+
+
+def _in_products(conv: _Convolution) -> float:
+    """Seconds of a product for each call, in tiles, or of reading and writing everything once."""
+    images, filters, result, groups, spec = conv.images, conv.filters, conv.result, conv.groups, conv.operation.spec
+    out, pixels = filters.shape[0] // groups, prod(result.shape) // result.shape[1]
+    into = filters.shape[1] if groups > 1 else rounded_up(filters.shape[1], _FITTED["channels"])
+    products = [(pixels, out, conv.taps * into)]
+    if conv.gradients:
+        before = max(1, prod(images.shape) // images.shape[1])
+        products = [(out, conv.taps * into, pixels), (before, into, max(1, conv.taps * out * pixels // before))]
+    once = conv.operation.reading(images.nbytes + filters.nbytes + result.nbytes)
+    slower = spec.reached.tensor / spec.reached.conv_in_two_bytes
+    precision = conv.operation.precision
+    times = (in_tiles(spec, *sizes, groups, precision, tiles=_TILES)[0] for sizes in products[: conv.calls])
+    return sum(max(slower * seconds, once) for seconds in times)
+
+
+def _reordered(conv: _Convolution, seconds: float) -> Cost:
+    """The kernels' seconds, and those that bring the channels last and back: the L2 cache holds a part of them."""
+    operation, flow = conv.operation, conv.images.nbytes + conv.result.nbytes
+    held = min(flow, operation.spec.l2_bytes)
+    moved = conv.fitted["filters"] * conv.filters.nbytes + conv.fitted["images"] * held
+    seconds = seconds + conv.start + conv.part * operation.reading(moved)
+    seconds += conv.calls * operation.reading(_FITTED["rewritten"] * (flow - held))
+    return Cost(seconds, conv.kernels, _HOST)

@@ -54,12 +54,11 @@ from typing import NamedTuple
 from virtual_gpus import figures
 from virtual_gpus.arithmetic import ceil_div, rounded_up
 
-_TILE = 128  # rows and columns of the output that one block of threads computes
-_NARROW = 32  # columns of the narrowest tile
 _WINOGRAD_TILE = 4  # outputs per side; 6x6 numbers each, once transformed
 _FOURIER_TILE = 32  # numbers per side
 _FOURIER_FILTER = 5  # pixels per side of the smallest filter
-FITTED = figures.read("cudnn.toml")["convolutions"]  # `benchmarks.leave_one_out` tries others
+FITTED = figures.beside(__file__)["memory"]  # `benchmarks.leave_one_out` tries others
+_TILE, _NARROW = figures.beside(__file__)["tiles"].values()  # rows and columns of the output, columns of the narrowest
 
 
 class Shape(NamedTuple):
@@ -190,11 +189,17 @@ def _whole_vectors(shape: Shape) -> int:
 
 
 def _parts(shape: Shape, padded: int) -> int:
-    """Into how many parts the sum over pixels is split. A tile covers channels of one filter tap, if they fill it."""
-    taps, channels = prod(shape.kernel), padded // shape.groups
-    columns = taps * ceil_div(channels, _TILE) if channels >= _NARROW else ceil_div(taps * channels, _NARROW)
-    tiles = shape.groups * ceil_div(shape.filters // shape.groups, _TILE) * columns
+    """Into how many parts the sum over pixels is split."""
+    across, _ = tiles_of_window(padded // shape.groups, prod(shape.kernel))
+    tiles = shape.groups * ceil_div(shape.filters // shape.groups, _TILE) * across
     return max(1, min(shape.sms // tiles, shape.pixels // FITTED["shortest_part"]))
+
+
+def tiles_of_window(channels: int, taps: int) -> tuple[int, int]:
+    """(tiles, columns of each) across a filter's gradient. One covers channels of one filter tap, if they fill it."""
+    if channels < _NARROW:
+        return ceil_div(taps * channels, _NARROW), _NARROW
+    return taps * ceil_div(channels, _TILE), _TILE
 
 
 def _is_plain(shape: Shape) -> bool:
@@ -223,7 +228,7 @@ def _winograd(shape: Shape) -> int:
 def _takes_fourier(shape: Shape) -> bool:
     """Filters of 5x5 and more on images that fit into one tile with their margin, if channels share the transforms."""
     taps, sides = shape.kernel, [o + k - 1 for o, k in zip(shape.output, shape.kernel, strict=True)]
-    pays = min(shape.channels, shape.filters) >= _NARROW and min(taps) >= _FOURIER_FILTER
+    pays = min(shape.channels, shape.filters) >= FITTED["fourier_channels"] and min(taps) >= _FOURIER_FILTER
     return _is_plain(shape) and len(taps) == 2 and pays and max(sides) <= FITTED["fourier_side"]
 
 

@@ -1,6 +1,6 @@
 """How long cuDNN takes for an LSTM, GRU or RNN: products of all inputs at once, then step by step.
 
-The constants are in `figures/operators.toml`.
+The constants are in figures.toml.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from virtual_gpus.features.rnn.sizes import Network
 from virtual_gpus.gpus import GPUSpec
 from virtual_gpus.machine import VirtualGPU
 
-_FITTED = figures.read("operators.toml")["recurrent"]
+_FITTED = figures.beside(__file__)["time"]
 
 
 def charge_recurrent(

@@ -28,7 +28,7 @@ from virtual_gpus.arithmetic import ceil_div, rounded_up
 
 GATES = {"LSTM": 4, "GRU": 3, "RNN": 1}
 DROPOUT_STATE = 1024 * 48  # per multiprocessor: states of cuRAND's XORWOW, one per thread
-FITTED = figures.read("cudnn.toml")["recurrent"]  # `benchmarks.leave_one_out` tries others
+FITTED = figures.beside(__file__)["memory"]  # `benchmarks.leave_one_out` tries others
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,25 +98,22 @@ def reserve_bytes(net: Network) -> int:
 
 def workspace_bytes(net: Network, small: bool, training: bool = True) -> int:
     """What a forward or backward pass takes and gives back. In training both ask for the larger of their needs."""
-    sequence = net.time * net.batch * net.hidden * net.itemsize
-    inputs = net.time * net.batch * net.input * net.itemsize
-    outputs = net.time * net.batch * net.output * net.directions * net.itemsize
-    states = FITTED["states"][net.cell] * net.inner
-    weights = (weight_offsets(net, False)[1] - net.inner * 2 * net.gates * net.hidden) * net.itemsize  # the matrices
-    both_ways = net.layers * (net.directions - 1)
     passes = 2 if training else 1  # values, and gradients
-    total = weights + net.gates * net.directions * sequence + (passes - 1) * inputs
-    if net.packed:
-        states -= FITTED["padded_states"][net.cell] * net.inner
-    else:
-        total += passes * (inputs + outputs)
-    total += (net.layers - 1) * net.directions * sequence * (passes + FITTED["dropout"] * (training and net.dropout))
-    total += both_ways * passes * (outputs + (FITTED["gru_inputs"] if net.cell == "GRU" else 1) * (inputs + outputs))
-    if net.hidden % FITTED["aligned"] and not small:
-        total += (net.gates * net.inner + net.layers - 1) * sequence
+    steps, later, both_ways = net.time * net.batch * net.itemsize, net.layers - 1, net.layers * (net.directions - 1)
+    sequence, inputs, outputs = steps * net.hidden, steps * net.input, steps * net.output * net.directions
+    matrices = (weight_offsets(net, False)[1] - net.inner * 2 * net.gates * net.hidden) * net.itemsize
+    gates, input_gradients = net.gates * net.directions * sequence, (passes - 1) * inputs
+    padded = 0 if net.packed else passes * (inputs + outputs)
+    between = later * net.directions * sequence * (passes + FITTED["dropout"] * (training and net.dropout))
+    copies = outputs + (FITTED["gru_inputs"] if net.cell == "GRU" else 1) * (inputs + outputs)
+    of_directions = both_ways * passes * copies
     if small:
-        total += net.inner * sequence * passes * FITTED["small"] * net.gates
-    states += 4 * both_ways
+        of_algorithm = net.inner * sequence * passes * FITTED["small"] * net.gates
+    else:  # padding of the hidden size
+        of_algorithm = (net.gates * net.inner + later) * sequence if net.hidden % FITTED["aligned"] else 0
+    of_layer = FITTED["states"][net.cell] - (FITTED["padded_states"][net.cell] if net.packed else 0)
+    states = (of_layer * net.inner + 4 * both_ways) * net.batch * net.hidden * net.itemsize
     # Integers per sequence and per step, each list from a multiple of 256 bytes on.
     lengths = sum(rounded_up(4 * count, 256) for count in (net.batch, net.time))
-    return total + states * net.batch * net.hidden * net.itemsize + lengths
+    sequences = gates + input_gradients + padded + between + of_directions + of_algorithm
+    return matrices + sequences + states + lengths
