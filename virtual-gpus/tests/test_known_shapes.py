@@ -9,7 +9,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 from virtual_gpus import virtual_gpus
 from virtual_gpus.dispatch import known
-from virtual_gpus.features.recipes import normalization
+from virtual_gpus.features import rms_norm
 from virtual_gpus.operators import operator
 
 aten = torch.ops.aten
@@ -147,7 +147,7 @@ def test_virtual_gpus_ask_once_and_take_rms_norm_apart_once(monkeypatch):
 
     with virtual_gpus(1, shapes_only=True):
         first = steps()
-        monkeypatch.setattr(normalization, "_raw_rms_norm", None)
+        monkeypatch.setattr(rms_norm, "_raw_rms_norm", None)
         assert steps() == first
         with torch.autocast("cuda"), pytest.raises(TypeError, match="not callable"):
             steps()  # another type may come out, so PyTorch is asked

@@ -66,8 +66,8 @@ class Operator:
         self.needs_values = bool({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & set(func.tags))
         self.keeps_answers = _keeps_answers(self, func)
         of_class = class_of(self.base)
-        self.tf32_setting, self.unless = of_class.tf32_setting, of_class.unless
-        self.depends_on_strides = of_class.depends_on_strides
+        self.formula, self.tf32_setting = of_class.cost, of_class.tf32_setting
+        self.depends_on_strides, self.unless = of_class.depends_on_strides, of_class.unless
         row = ROWS.get(self.base, _NO_ROW)
         self.check, self.recipe = row.check, row.recipe
         self.allowed_on_host, self.mixture = row.on_host, row.mixture

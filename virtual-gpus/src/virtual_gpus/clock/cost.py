@@ -29,14 +29,14 @@ class OperatorClass(NamedTuple):
     is_fusible: whether a compiler fuses them with their neighbours, so no products, and none that serves an optimizer.
     tf32_setting: what lets them multiply fp32 numbers as TF32: "matmul", "conv", or "" if there is none.
     depends_on_strides: whether how the tensors lie in memory decides how long they take.
-    unless: of those, (argument, operator): where the argument is False, they take as long as the other operator.
+    unless: of those, (argument, formula): where the argument is False, they take as long as that.
     """
 
     cost: Formula
     is_fusible: bool = True
     tf32_setting: str = ""
     depends_on_strides: bool = False
-    unless: tuple[str, str] | None = None
+    unless: tuple[str, Formula] | None = None
 
 
 def cost(name: str, inputs: Parts, outputs: Parts, spec: GPUSpec, precision: str = "fp32", first: int = 0) -> Cost:

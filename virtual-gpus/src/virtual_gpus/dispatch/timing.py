@@ -15,9 +15,9 @@ from typing import Any
 import torch
 
 from virtual_gpus.clock.clock import COPY_IN, COPY_OUT
-from virtual_gpus.clock.cost import cost
+from virtual_gpus.clock.cost import Formula, cost
 from virtual_gpus.clock.links import REACHED
-from virtual_gpus.clock.work import Cost, Operand
+from virtual_gpus.clock.work import Cost, Operand, Operation
 from virtual_gpus.dispatch.measured_calls import key_of
 from virtual_gpus.dispatch.op_call import OpCall
 from virtual_gpus.machine import VirtualGPU
@@ -57,14 +57,14 @@ def charge_op(call: OpCall, result: Any) -> None:
         key = (gpu.spec.kind, op, shape, *map(_form, tensors))
     except RuntimeError:
         return  # neither a nested tensor has a shape nor a parameter of a lazy module: they take no modelled time
-    name = op.base
+    formula = op.formula
     if op.depends_on_strides:
         if op.unless is not None and not call[op.unless[0]]:
-            name = op.unless[1]
-        key += (name, op.tf32_setting and _allows_tf32("cuda", op.tf32_setting), *map(_strides, tensors))
+            formula = op.unless[1]
+        key += (formula, op.tf32_setting and _allows_tf32("cuda", op.tf32_setting), *map(_strides, tensors))
     kept = _kept.get(key)
     if kept is None:
-        kept = _kept[key] = _look_up(call, name, result)
+        kept = _kept[key] = _look_up(call, formula, result)
         if len(_kept) > 65536:
             _kept.clear()
     if not kept.seconds:
@@ -234,7 +234,7 @@ def _shape_of(result: Any) -> tuple[Any, ...] | None:
     return None
 
 
-def _look_up(call: OpCall, name: str, result: Any) -> LaunchTimes:
+def _look_up(call: OpCall, formula: Formula, result: Any) -> LaunchTimes:
     op, tensors = call.op, call.tensors
     if op.outputs:
         given = tensors_in([call.kwargs.get(output) for output in op.outputs])  # they come last
@@ -242,7 +242,7 @@ def _look_up(call: OpCall, name: str, result: Any) -> LaunchTimes:
     else:
         inputs = operands(tensors)
         outputs = inputs[:1] if op.written else operands(tensors_in(result))
-    charge = cost(name, inputs, outputs, call.gpu.spec, precision_of(op.tf32_setting, tensors))
+    charge = formula(Operation(op.base, inputs, outputs, call.gpu.spec, precision_of(op.tf32_setting, tensors)))
     return times(call.gpu, charge, in_place=bool(op.written))
 
 
