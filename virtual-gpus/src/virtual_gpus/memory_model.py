@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
+from typing import Literal
 
 from virtual_gpus.arithmetic import ceil_div, power_of_2
 from virtual_gpus.gpus import GPUSpec, spec
@@ -28,6 +29,7 @@ __all__ = ["BlasWorkspaces", "blas_workspaces", "reduction_scratch", "round_size
 _DEFAULTS = Options()
 _KIB = 1 << 10
 Ints = tuple[int, ...]
+Library = Literal["cublas", "cublaslt"]
 
 
 # ---- the caching allocator
@@ -62,13 +64,13 @@ class BlasWorkspaces:
     unified: bool
     paired: bool
 
-    def size(self, library: str) -> int:
+    def size(self, library: Library) -> int:
         """The bytes of the workspace of "cublas" or "cublaslt"."""
         if library == "cublas":
             return self.cublas
         return min(self.cublas, self.cublaslt) if self.unified else self.cublaslt
 
-    def libraries(self, lt: bool = False) -> tuple[str, ...]:
+    def libraries(self, lt: bool = False) -> tuple[Library, ...]:
         """The libraries whose workspaces one operator allocates. lt: it uses cublasLt, as linear layers do."""
         if not lt or self.unified:
             return ("cublas",)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch._library.custom_ops import OPDEFS
@@ -21,6 +21,7 @@ _KEYS = {"cuda": torch._C.DispatchKey.CUDA, "cpu": torch._C.DispatchKey.CPU,
 
 _CROSSES_DEVICES = {"copy_", "_foreach_copy_", "set_", "_copy_from", "_copy_from_and_resize", "record_stream",
                     "_has_compatible_shallow_copy_type"}  # fmt: skip
+Kind = Literal["composite", "factory", "collective", "list", "crossing", "particular", "ordinary"]
 _COLLECTIVES = ("c10d", "_c10d_functional", "_dtensor")  # namespaces
 
 
@@ -44,7 +45,7 @@ class Row:
 
 # Filled from above: by the base name of an operator ("mm"), and by its kind (`Operator.kind`).
 ROWS: dict[str, Row] = {}
-ROUTES: dict[str, Callable[..., Any]] = {}
+ROUTES: dict[Kind, Callable[..., Any]] = {}
 _NO_ROW = Row(READS_AND_WRITES)
 
 
@@ -115,7 +116,7 @@ class Operator:
         self.draws = self.has_generator or self.draws_by_default or self.with_generator is not None
 
     @property
-    def kind(self) -> str:
+    def kind(self) -> Kind:
         """What decides about the route of an operator: the first of these that it is."""
         if self.is_composite:
             return "composite"

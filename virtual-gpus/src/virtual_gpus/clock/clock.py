@@ -19,12 +19,15 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Collection, Iterable
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 from weakref import ref
 
 from virtual_gpus import figures
 
+# "": a kernel, for which a timeline has one of the next three.
+Kind = Literal["", "forward", "backward", "step", "copy", "collective", "wait"]
 COPY_IN, COPY_OUT = "copy in", "copy out"
+TO_THE_GPU, TO_THE_CPU = "to the GPU", "to the CPU"  # names of copies from and to the computer
 HOST_LANE = "host"
 _WINDOW = 1.0  # seconds that nvidia-smi's utilization looks back: a sixth of a second to one second
 _KEPT_GAPS = 64
@@ -68,7 +71,7 @@ class Span(NamedTuple):
     lane: int | str
     start: float
     end: float
-    kind: str
+    kind: Kind
     name: str
     sent: float = 0.0
 
@@ -318,7 +321,7 @@ class Clock:
             self._record(Span(gpu, stream, start, end, "", name))
 
     def occupy(
-        self, gpu: int, lane: int | str, start: float, end: float, kind: str, name: str, kernel: bool, sent: float = 0.0
+        self, gpu: int, lane: int | str, start: float, end: float, kind: Kind, name: str, kernel: bool, sent: float = 0
     ) -> None:
         """Note work whose times are known: a copy or a collective on `lane`. kernel: if it counts as load."""
         track = self.tracks[gpu]

@@ -16,7 +16,7 @@ from operator import attrgetter
 from typing import NamedTuple
 
 from virtual_gpus import figures
-from virtual_gpus.clock.work import Cost, Operand, Operation
+from virtual_gpus.clock.work import Cost, Format, Operand, Operation
 from virtual_gpus.gpus import GPUSpec
 
 FITTED = figures.read("operators.toml")["formulas"]  # their constants, also of those that features have
@@ -39,7 +39,7 @@ class OperatorClass(NamedTuple):
     unless: tuple[str, Formula] | None = None
 
 
-def cost(name: str, inputs: Parts, outputs: Parts, spec: GPUSpec, precision: str = "fp32", first: int = 0) -> Cost:
+def cost(name: str, inputs: Parts, outputs: Parts, spec: GPUSpec, precision: Format = "fp32", first: int = 0) -> Cost:
     """What the ATen operator `name` (no overload) takes on a GPU of `spec`. first: the length of its first list."""
     return class_of(name).cost(Operation(name, tuple(inputs), tuple(outputs), spec, precision, first))
 

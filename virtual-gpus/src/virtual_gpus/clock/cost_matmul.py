@@ -11,7 +11,7 @@ from functools import lru_cache
 from math import ceil, inf
 
 from virtual_gpus import figures
-from virtual_gpus.clock.work import BYTES
+from virtual_gpus.clock.work import BYTES, Format
 from virtual_gpus.gpus import GPUSpec
 
 _FITTED = figures.read("operators.toml")["products"]
@@ -20,7 +20,7 @@ Tiles = tuple[tuple[int, int, float], ...]  # rows, columns, and the share of th
 
 @lru_cache(maxsize=8192)
 def product(
-    spec: GPUSpec, m: int, n: int, k: int, batch: int, precision: str, with_bias: bool = False, aligned: bool = True
+    spec: GPUSpec, m: int, n: int, k: int, batch: int, precision: Format, with_bias: bool = False, aligned: bool = True
 ) -> tuple[float, int]:
     """(seconds, kernels) of `batch` products of (m, k) and (k, n). aligned: all rows begin at multiples of 16 bytes."""
     if not m * n * k * batch:
@@ -35,7 +35,7 @@ def product(
 
 @lru_cache(maxsize=8192)
 def in_tiles(
-    spec: GPUSpec, m: int, n: int, k: int, batch: int, precision: str, with_bias: bool = False, tiles: Tiles = ()
+    spec: GPUSpec, m: int, n: int, k: int, batch: int, precision: Format, with_bias: bool = False, tiles: Tiles = ()
 ) -> tuple[float, int]:
     """(seconds, kernels) of the arithmetic alone. tiles: others than those of cuBLAS."""
     reached, cores = spec.reached, precision in spec.tensor_cores

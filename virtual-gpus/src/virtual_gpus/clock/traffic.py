@@ -14,7 +14,7 @@ import functools
 from collections.abc import Sequence
 from dataclasses import replace
 from math import ceil, log2
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from virtual_gpus import figures
 from virtual_gpus.clock.links import REACHED_BY_COLLECTIVES, GroupLinks, Topology
@@ -33,7 +33,7 @@ class Collective(NamedTuple):
     kernel: str = "SendRecv"
     whole: tuple[int, ...] = ()
     reduces: bool = False
-    root: str = ""
+    root: Literal["", "sends", "receives"] = ""
     rounds: int = 1
 
     @property

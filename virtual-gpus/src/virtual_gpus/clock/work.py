@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from math import prod
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from virtual_gpus import figures
 from virtual_gpus.gpus import GPUSpec
@@ -32,7 +32,8 @@ class Operand(NamedTuple):
         return max(self.strides[-2:]) if len(self.strides) > 1 else self.shape[-1]
 
 
-BYTES = {"fp64": 8, "fp32": 4, "tf32": 4, "fp16": 2, "bf16": 2}  # of a number, by precision
+Format = Literal["fp64", "fp32", "tf32", "fp16", "bf16"]
+BYTES: dict[Format, int] = {"fp64": 8, "fp32": 4, "tf32": 4, "fp16": 2, "bf16": 2}  # of a number, by precision
 _ADDED = figures.read("host.toml")["added"]
 
 
@@ -65,7 +66,7 @@ class Operation(NamedTuple):
     inputs: tuple[Operand, ...]
     outputs: tuple[Operand, ...]
     spec: GPUSpec
-    precision: str
+    precision: Format
     first: int = 0
 
     def reading(self, nbytes: float, share: float = 1.0) -> float:

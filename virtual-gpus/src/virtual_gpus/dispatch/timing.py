@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 
-from virtual_gpus.clock.clock import COPY_IN, COPY_OUT
+from virtual_gpus.clock.clock import COPY_IN, COPY_OUT, TO_THE_CPU, TO_THE_GPU
 from virtual_gpus.clock.cost import Formula, cost
 from virtual_gpus.clock.links import REACHED
-from virtual_gpus.clock.work import Cost, Operand, Operation
+from virtual_gpus.clock.work import Cost, Format, Operand, Operation
 from virtual_gpus.dispatch.measured_calls import key_of
 from virtual_gpus.dispatch.op_call import OpCall
 from virtual_gpus.machine import VirtualGPU
@@ -25,7 +25,7 @@ from virtual_gpus.placement.storages import allocation_of, gpu_of, is_pinned, te
 from virtual_gpus.threads import this_thread
 
 Tensors, TensorList, Call, GPU = Iterable[torch.Tensor], Sequence[torch.Tensor], OpCall | None, VirtualGPU | None
-_PRECISION = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float64: "fp64"}
+_PRECISION: dict[torch.dtype, Format] = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float64: "fp64"}
 _kept: dict[Any, LaunchTimes] = {}
 _allows_tf32 = torch._C._get_fp32_precision_getter
 _grad_enabled = torch.is_grad_enabled
@@ -188,7 +188,7 @@ def _host_copy(gpu: VirtualGPU, nbytes: int, pinned: bool, blocking: bool, inwar
         speed, latency, blocking = min(speed, pace.pageable), pace.pageable_copy, True
     start = max(now, clock.mark(slot, stream), clock.ready(slot, lane))
     end = start + latency + nbytes / speed
-    clock.occupy(slot, lane, start, end, "copy", "to the GPU" if inwards else "to the CPU", kernel=False)
+    clock.occupy(slot, lane, start, end, "copy", TO_THE_GPU if inwards else TO_THE_CPU, kernel=False)
     clock.hold(slot, stream, end)
     if blocking:
         clock.wait(end, slot)
@@ -264,7 +264,7 @@ def _strides(tensor: torch.Tensor) -> tuple[int, ...]:
     return tensor.stride() if tensor.layout is torch.strided else ()
 
 
-def precision_of(library: str, tensors: Iterable[torch.Tensor]) -> str:
+def precision_of(library: str, tensors: Iterable[torch.Tensor]) -> Format:
     """ "fp32", or what tensor cores make of it: TF32 is on for convolutions and off for products, as PyTorch has it."""
     dtype = [*[t.dtype for t in tensors if t.dtype.is_floating_point], torch.float32][0]
     if dtype == torch.float32 and library and _allows_tf32("cuda", library) == "tf32":

@@ -51,7 +51,7 @@ def _offered(name: str) -> list[Any]:
     return [vars(module)[name] for module in MODULES if name in vars(module)]
 
 
-def _merged(name: str) -> dict[str, Any]:
+def _merged(name: str) -> dict[Any, Any]:
     """The tables of that name as one. Raises ValueError if two features have the same key."""
     tables = _offered(name)
     merged = {key: value for table in tables for key, value in table.items()}

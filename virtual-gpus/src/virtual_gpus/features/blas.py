@@ -22,7 +22,7 @@ from virtual_gpus.clock.work import Cost, Operation, added_on_host
 from virtual_gpus.dispatch.half_precision import in_its_type
 from virtual_gpus.dispatch.op_call import OpCall
 from virtual_gpus.machine import Kept, VirtualGPU, active
-from virtual_gpus.memory_model import blas_workspaces
+from virtual_gpus.memory_model import Library, blas_workspaces
 from virtual_gpus.operators import Row
 from virtual_gpus.patches.table import Patch
 from virtual_gpus.placement.storages import ScratchBlock, nbytes
@@ -48,7 +48,7 @@ class Handles:
         self._taken = [[(library, size(library)) for library in libraries(lt)] for lt in (False, True)]
         self._of: dict[object, int] = {}  # holder -> handle number
         self._spare: list[int] = []
-        self.kept: dict[tuple[int, int, str], ScratchBlock] = {}  # by (handle, stream, library)
+        self.kept: dict[tuple[int, int, Library], ScratchBlock] = {}  # by (handle, stream, library)
 
     def handle(self) -> int:
         """The running thread's handle: its own, one that a finished thread left, or a new one."""

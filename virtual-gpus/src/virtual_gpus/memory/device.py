@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from typing import Literal
 
 from virtual_gpus.memory.blocks import Block, BlockPool, Segment
 from virtual_gpus.memory.stats import AllocatorStats
 
-Observer = Callable[[str, int, int], None]
+Event = Literal["alloc", "free", "free_requested", "free_completed", "segment_alloc", "segment_free", "segment_map",
+                "segment_unmap", "oom"]  # fmt: skip
+Observer = Callable[[Event, int, int], None]
 
 
 def no_others(used: int, most: int | None = None, more: int = 0) -> tuple[int, dict[int, int]]:
@@ -76,7 +79,7 @@ class DeviceMemory:
 
     # ---- taking and giving back
 
-    def tell(self, event: str, address: int, size: int) -> None:
+    def tell(self, event: Event, address: int, size: int) -> None:
         """Tell the observers."""
         for observer in self._observers:
             observer(event, address, size)

@@ -20,6 +20,7 @@ from typing import NamedTuple
 import torch
 
 from virtual_gpus.machine import VirtualGPU
+from virtual_gpus.memory.device import Event
 from virtual_gpus.placement.storages import ScratchBlock, allocation_of, is_wrapper, parts_of
 
 PARAMETERS, GRADIENTS, STATE = "parameters", "gradients", "optimizer state"
@@ -190,7 +191,7 @@ class AllocatorLog(PeakLog):
             if allocation is not None and allocation.gpu is self._gpu and allocation.block is not None:
                 self.mark(kind, allocation.block.address)
 
-    def _hear(self, event: str, address: int, size: int) -> None:
+    def _hear(self, event: Event, address: int, size: int) -> None:
         if event == "alloc":
             kind = self._kind_now(address)
             self.allocated(address, size, kind, self._module_now() if kind == ACTIVATIONS else "")

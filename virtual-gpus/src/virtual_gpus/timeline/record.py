@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -26,9 +26,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from virtual_gpus.clock.clock import Span
+from virtual_gpus.clock.clock import Kind, Span
 from virtual_gpus.files import write_whole
 from virtual_gpus.machine import VirtualGPU, VirtualMachine, active, recordable
+from virtual_gpus.memory.device import Event, Observer
 from virtual_gpus.threads import this_thread
 from virtual_gpus.timeline.spans import COLOURS, Communication, busy_seconds, communication, lane_name, merged, rows_of
 
@@ -49,7 +50,7 @@ class Timeline:
     def __init__(self, machine: VirtualMachine, memory: bool = False) -> None:
         self._machine = machine
         self.memory: dict[int, list[tuple[float, int]]] = {}
-        self._observers: list[tuple[VirtualGPU, Callable[[str, int, int], None]]] = []
+        self._observers: list[tuple[VirtualGPU, Observer]] = []
         self.work_name: str | None = None  # of what is issued from now on, see `name_work`
         self._in_step = False
         self._raw: list[Span] = []
@@ -87,7 +88,7 @@ class Timeline:
     def _step_ends(self, *_: object) -> None:
         self._in_step = False
 
-    def _hear(self, gpu: VirtualGPU, event: str, address: int, size: int) -> None:
+    def _hear(self, gpu: VirtualGPU, event: Event, address: int, size: int) -> None:
         if event not in ("alloc", "free", "free_requested"):
             return
         curve = self.memory[gpu.index]
@@ -101,7 +102,7 @@ class Timeline:
             span = span._replace(kind=self._phase())
         self._raw.append(span._replace(name=f"{span.name} {self.work_name}") if self.work_name else span)
 
-    def _phase(self) -> str:
+    def _phase(self) -> Kind:
         if self._in_step:
             return "step"
         return "backward" if this_thread.in_backward else "forward"

@@ -46,7 +46,7 @@ class _Convolution:
 
 def forward(operation: Operation) -> Cost:
     """With a bias, which a kernel of its own adds to the result (aten/src/ATen/native/cudnn/ConvShared.cpp)."""
-    cost = _cost(_Convolution(operation, *operation.inputs[:2], operation.outputs[0]))
+    cost = _cost(_Convolution(operation, operation.inputs[0], operation.inputs[1], operation.outputs[0]))
     seconds = operation.kernel + operation.reading(2 * operation.outputs[0].nbytes)
     return _and(cost, seconds) if len(operation.inputs) > 2 else cost
 

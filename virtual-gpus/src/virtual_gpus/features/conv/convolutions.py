@@ -80,15 +80,15 @@ def _shape(call: OpCall, x: Tensor, weight: Tensor, y: Tensor, layout: torch.mem
                             spec.multi_processor_count)  # fmt: skip
 
 
-_sizes = Kept(lambda gpu: dict[tuple[str, workspaces.Shape], int]())  # bytes, so far, by step
+_sizes = Kept(lambda gpu: dict[tuple[workspaces.Step, workspaces.Shape], int]())  # bytes, so far, by step
 
 
-def _with_cudnn(gpu: VirtualGPU, step: str, shape: workspaces.Shape) -> None:
-    """Take and give back the workspace of one cuDNN call. step: the name of its function in `workspaces`."""
+def _with_cudnn(gpu: VirtualGPU, step: workspaces.Step, shape: workspaces.Shape) -> None:
+    """Take and give back the workspace of one cuDNN call."""
     sizes = _sizes.of(gpu)
     size = sizes.get((step, shape))
     if size is None:
-        size = sizes[step, shape] = getattr(workspaces, step)(shape)
+        size = sizes[step, shape] = step(shape)
         if torch._C._get_cudnn_benchmark():  # asked only here: a kernel that was found without the flag stays
             _try(gpu, workspaces.largest(step, shape))
             gpu.allocator.empty_cache()
@@ -129,7 +129,7 @@ def convolution(call: OpCall) -> Tensor:
         result = call.place(_laid_out(result, layout))
         _packed(copies, call.gpu, weight, layout)
         if on_cudnn:
-            step = "data_gradient" if call["transposed"] else "forward"
+            step = workspaces.data_gradient if call["transposed"] else workspaces.forward
             _with_cudnn(call.gpu, step, _shape(call, x, weight, result, layout))
     return result
 
@@ -166,13 +166,13 @@ def _cudnn_gradients(call: OpCall, for_x: Tensor | None, for_weight: Tensor | No
             _packed(copies, gpu, weight, layout)
             if not packed:
                 _packed(copies, gpu, grad, layout)
-            _with_cudnn(gpu, "forward" if call["transposed"] else "data_gradient", shape)
+            _with_cudnn(gpu, workspaces.forward if call["transposed"] else workspaces.data_gradient, shape)
             copies.close()
         if for_weight is not None:
             if not packed:
                 _packed(copies, gpu, grad, layout)
             call.place(for_weight)
-            _with_cudnn(gpu, "weight_gradient", shape)
+            _with_cudnn(gpu, workspaces.weight_gradient, shape)
     return for_x, for_weight
 
 

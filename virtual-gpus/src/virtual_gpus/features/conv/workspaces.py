@@ -48,6 +48,7 @@ Depthwise: nothing, measured for PyTorch's own kernels, guessed for cuDNN's.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from math import prod
 from typing import NamedTuple
 
@@ -90,6 +91,9 @@ class Shape(NamedTuple):
     def is_depthwise(self) -> bool:
         """Every input channel has filters of its own."""
         return self.groups > 1 and self.groups == self.channels and self.filters % self.channels == 0
+
+
+Step = Callable[[Shape], int]  # of a convolution: gives the bytes of its workspace
 
 
 def forward(shape: Shape) -> int:
@@ -153,9 +157,9 @@ def weight_gradient(shape: Shape) -> int:
     return _copies(_input(shape, padded), _output(shape), turned, sums)
 
 
-def largest(step: str, shape: Shape) -> int:
+def largest(step: Step, shape: Shape) -> int:
     """Bytes of the largest workspace among a step's kernels: its own, or Winograd's of a 3x3 convolution."""
-    own = {"forward": forward, "data_gradient": data_gradient, "weight_gradient": weight_gradient}[step](shape)
+    own = step(shape)
     return max(own, _winograd(shape)) if _knows_winograd(shape) else own
 
 

@@ -17,12 +17,11 @@ from typing import Any
 from torch.autograd import DeviceType
 from torch.autograd.profiler_util import FunctionEvent
 
-from virtual_gpus.clock.clock import COPY_IN, COPY_OUT, Span
+from virtual_gpus.clock.clock import COPY_IN, COPY_OUT, TO_THE_CPU, TO_THE_GPU, Span
 from virtual_gpus.clock.traffic import TRAFFIC
 from virtual_gpus.machine import VirtualMachine
 from virtual_gpus.timeline.spans import lane_name
 
-_TO_THE_GPU, _TO_THE_CPU = "to the GPU", "to the CPU"  # the clock's names for copies from and to the computer
 _LANES: dict[str, int] = {COPY_IN: 1001, COPY_OUT: 1002}  # beside the numbers of streams; collectives have the next
 _OURS = "PythonDispatchMode"  # the profiler's name for what the engine does around each operator
 
@@ -43,7 +42,7 @@ class DeviceRecord:
 
         A copy between two GPUs is heard of on both, and counts on the one that it comes from.
         """
-        if span.gpu is not None and (span.lane != COPY_IN or span.name == _TO_THE_GPU):
+        if span.gpu is not None and (span.lane != COPY_IN or span.name == TO_THE_GPU):
             self._work.append((span, time.time_ns()))
 
     def _visible(self) -> Iterator[tuple[int, Span, int]]:
@@ -123,7 +122,7 @@ class _Operators:
 def _name(span: Span) -> str:
     name = span.name
     if span.kind == "copy":
-        name = {_TO_THE_GPU: "Memcpy HtoD", _TO_THE_CPU: "Memcpy DtoH"}.get(name, "Memcpy PtoP")
+        name = {TO_THE_GPU: "Memcpy HtoD", TO_THE_CPU: "Memcpy DtoH"}.get(name, "Memcpy PtoP")
     elif span.kind == "collective":  # tools tell collectives from other kernels by this name
         name = f"ncclDevKernel_{TRAFFIC[name].kernel}"
     return f"{name} (modelled)"

@@ -11,7 +11,7 @@ import torch
 
 from virtual_gpus import figures
 from virtual_gpus.clock.cost_matmul import product
-from virtual_gpus.clock.work import Cost
+from virtual_gpus.clock.work import Cost, Format
 from virtual_gpus.dispatch.timing import launch, precision_of
 from virtual_gpus.features.rnn.sizes import Network
 from virtual_gpus.gpus import GPUSpec
@@ -28,7 +28,7 @@ def charge_recurrent(
     launch(gpu, "_cudnn_rnn_backward" if backward else "_cudnn_rnn", charge, inputs, trains)
 
 
-def _cost(net: Network, spec: GPUSpec, precision: str, backward: bool) -> Cost:
+def _cost(net: Network, spec: GPUSpec, precision: Format, backward: bool) -> Cost:
     fitted, rows, steps = _FITTED["backward" if backward else "forward"], net.gates * net.hidden, net.time * net.inner
     flops = 2 * net.batch * rows * net.output * (2 if backward else 1)
     step = fitted["chain"] * spec.reached.kernel + flops / (getattr(spec.flops, precision) * fitted["share"])

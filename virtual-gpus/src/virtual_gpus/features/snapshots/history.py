@@ -18,11 +18,13 @@ from __future__ import annotations
 import sys
 import time
 from collections import deque
+from collections.abc import Callable
 from typing import NamedTuple
 from weakref import ref
 
 from virtual_gpus.features.snapshots import stacks
 from virtual_gpus.memory.allocator import CachingAllocator
+from virtual_gpus.memory.device import Event
 
 NEVER, STATE, ALLOC, ALL = range(4)  # which events get a stack: none, live blocks, allocations too, frees too
 
@@ -96,9 +98,9 @@ class Recorder:
 
     # ---- the allocator's events
 
-    def hear(self, event: str, address: int, size: int) -> None:
+    def hear(self, event: Event, address: int, size: int) -> None:
         """Listen to the allocator: one of its `observers`."""
-        getattr(self, f"_{event}")(address, size)
+        _HEARD[event](self, address, size)
 
     def _alloc(self, address: int, size: int) -> None:
         if address in self._blocks:  # Ctrl-C cut short what would have told of its end
@@ -182,3 +184,11 @@ class Recorder:
     def segment_origin(self, address: int) -> object:
         """The stack of the allocation that took the segment at `address` from the GPU, or None."""
         return self._segments.get(address, (0, None))[1]
+
+
+_HEARD: dict[Event, Callable[[Recorder, int, int], None]] = {
+    "alloc": Recorder._alloc, "free": Recorder._free, "free_requested": Recorder._free_requested,
+    "free_completed": Recorder._free_completed, "segment_alloc": Recorder._segment_alloc,
+    "segment_free": Recorder._segment_free, "segment_map": Recorder._segment_map,
+    "segment_unmap": Recorder._segment_unmap, "oom": Recorder._oom,
+}  # fmt: skip
