@@ -42,7 +42,7 @@ def state() -> dict:
         "in a user mode": _python_dispatch._is_in_non_infra_torch_dispatch_mode,
         "our mode": this_thread.mode,
         "function modes": torch._C._len_torch_function_stack(),
-        "inside": this_thread.inside,
+        "inside": this_thread.in_kernel,
         "default device": torch.get_default_device(),
         "default dtype": torch.get_default_dtype(),
         "constructors": {id(f) for f in torch.utils._device._device_constructors()},

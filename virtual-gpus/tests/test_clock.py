@@ -82,7 +82,7 @@ def test_the_load_is_that_of_the_last_second_and_another_thread_may_work_meanwhi
     clock.tracks[0].busy.extend(before)
     assert clock.tracks[0].load(4 * MS) == pytest.approx(0.5) and len(clock.tracks[0].busy) > len(before)
     track.gaps.append(Gap([1.0, 2.0]))
-    track.free = 10.0
+    track.free_from = 10.0
     assert track.take(3.0, 1.0) == 10.0
 
 

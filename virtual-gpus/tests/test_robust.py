@@ -23,7 +23,7 @@ STATM = Path("/proc/self/statm")
 def as_before():
     yield
     assert torch.utils._python_dispatch._len_torch_dispatch_stack() == 0
-    assert not snapshots.this_thread.inside and torch.is_grad_enabled()
+    assert not snapshots.this_thread.in_kernel and torch.is_grad_enabled()
 
 
 def allocated(count=2):
@@ -60,7 +60,7 @@ def test_ctrl_c_at_any_moment():
             if not place:  # the clock's own calls vary a little from step to step
                 assert n > 0.95 * total, n
                 continue
-            assert not snapshots.this_thread.inside, place
+            assert not snapshots.this_thread.in_kernel, place
             assert torch.utils._python_dispatch._len_torch_dispatch_stack() == 1, place
             assert torch.cuda.current_device() == 1 and torch.is_grad_enabled(), place
             training.step()
@@ -97,7 +97,7 @@ def test_a_failed_backward_leaves_no_gradients_waiting():
             with pytest.raises(torch.OutOfMemoryError, match="GPU 2"):
                 loss.backward()
             del loss
-            assert not snapshots.this_thread.inside and allocated(3) == [0, 0, 0]
+            assert not snapshots.this_thread.in_kernel and allocated(3) == [0, 0, 0]
         with torch.inference_mode(), pytest.raises(RuntimeError, match="does not require grad"):
             torch.ones((), device=0).backward()
         branch(1, 1).backward()

@@ -27,7 +27,7 @@ from virtual_gpus.settings import Settings
 from virtual_gpus.threads import OfEachThread
 
 T = TypeVar("T")
-_CONTEXTS_THAT_FIT = 8  # at least, into a GPU's memory: one that a test makes small keeps room for tensors
+_CONTEXTS_THAT_FIT = 8  # chosen: at least, into a GPU's memory: one that a test makes small keeps room for tensors
 
 
 class VirtualGPU:

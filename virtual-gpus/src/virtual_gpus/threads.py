@@ -15,7 +15,7 @@ T = TypeVar("T")
 class ThreadState(threading.local):
     """One set of these attributes per thread. Every thread starts with the values that stand here."""
 
-    inside: bool = False
+    in_kernel: bool = False
     """True while an operator's kernel runs. `tensor.device` is then what C++ says, since meta kernels are Python and
     read it, and no tensor that is made is placed."""
 
@@ -42,11 +42,11 @@ OWN_THREAD = "virtual_gpus"  # how the names of this package's threads begin: th
 @contextmanager
 def below() -> Iterator[None]:
     """Compute below the accounting: operators run as they are, and nothing that they make is placed."""
-    before, this_thread.inside = this_thread.inside, True
+    before, this_thread.in_kernel = this_thread.in_kernel, True
     try:
         yield
     finally:
-        this_thread.inside = before
+        this_thread.in_kernel = before
 
 
 @contextmanager

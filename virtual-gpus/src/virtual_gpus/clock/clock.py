@@ -30,7 +30,8 @@ COPY_IN, COPY_OUT = "copy in", "copy out"
 TO_THE_GPU, TO_THE_CPU = "to the GPU", "to the CPU"  # names of copies from and to the computer
 HOST_LANE = "host"
 _WINDOW = 1.0  # seconds that nvidia-smi's utilization looks back: a sixth of a second to one second
-_KEPT_GAPS = 64
+_KEPT_GAPS = 64  # chosen: what is issued later may still fill them
+_KEPT_COLLECTIVES = 16  # chosen: more than run beside one kernel
 HELD_BY_COLLECTIVES = figures.read("links.toml")["collectives"]["held"]  # part of the multiprocessors
 
 
@@ -103,15 +104,15 @@ class Arrival:
 class Track:
     """One GPU: when each stream is free, and when the multiprocessors are."""
 
-    __slots__ = ("_late", "beside", "busy", "expected", "free", "gaps", "streams", "urgent")
+    __slots__ = ("_late", "busy", "collectives", "expected", "free_from", "gaps", "streams", "urgent")
 
     def __init__(self):
         self.streams: dict[int | str, float] = {}
-        self.free = 0.0  # the multiprocessors, after the last kernel so far
+        self.free_from = 0.0  # the multiprocessors, after the last kernel so far
         self.gaps: deque[list[float]] = deque(maxlen=_KEPT_GAPS)  # idle times before that, if streams share them
         self.busy: deque[float] = deque()  # starts and ends in turn, merged, of the last second: no object per span
         self.urgent: set[int] = set()  # streams that were made with a priority
-        self.beside: deque[tuple[float, float]] = deque(maxlen=16)  # starts and ends of collectives, for later kernels
+        self.collectives: deque[tuple[float, float]] = deque(maxlen=_KEPT_COLLECTIVES)  # their times, for later kernels
         self._late: dict[int, tuple[Arrival, ref[object]]] = {}  # by the id of the allocation that it fills
         self.expected: Collection[int] = self._late.keys()  # not empty while tensors from other processes are late
 
@@ -121,14 +122,14 @@ class Track:
         urgent: it goes before kernels that were issued earlier and have not started. Their times are fixed, so whatever
         is issued next is later by its time.
         """
-        free = self.free
+        free = self.free_from
         if urgent and earliest < free and not any(gap[0] <= earliest <= gap[1] - seconds for gap in self.gaps):
-            self.free = free + seconds
+            self.free_from = free + seconds
             return earliest
         if earliest >= free:
             if len(self.streams) > 1 and earliest > free:
                 self.gaps.append([free, earliest])
-            self.free = earliest + seconds
+            self.free_from = earliest + seconds
             return earliest
         for gap in self.gaps.copy():  # in one piece: a thread that was left over may add to them meanwhile
             start = max(gap[0], earliest)
@@ -138,26 +139,26 @@ class Track:
                 else:
                     gap[1] = start
                 return start
-        self.free = free + seconds
+        self.free_from = free + seconds
         return free
 
     def share(self, start: float, end: float) -> None:
         """A collective holds some multiprocessors: kernels issued before end later, and later ones are slower."""
-        free = self.free
+        free = self.free_from
         delay = HELD_BY_COLLECTIVES * max(0.0, min(end, free) - start)
         if delay:
-            self.free = free + delay
+            self.free_from = free + delay
             for stream, until in self.streams.copy().items():
                 if until >= free and isinstance(stream, int):
                     self.streams[stream] = until + delay
         if end > free:
-            self.beside.append((max(start, free), end))
+            self.collectives.append((max(start, free), end))
 
     def slowed(self, start: float, seconds: float) -> float:
         """The seconds of a kernel from `start` on, with the collectives beside it."""
-        while self.beside and self.beside[0][1] <= start:
-            self.beside.popleft()
-        together = sum(max(0.0, min(end, start + seconds) - max(begin, start)) for begin, end in self.beside)
+        while self.collectives and self.collectives[0][1] <= start:
+            self.collectives.popleft()
+        together = sum(max(0.0, min(end, start + seconds) - max(begin, start)) for begin, end in self.collectives)
         return seconds + HELD_BY_COLLECTIVES * min(together, seconds)
 
     def note(self, start: float, end: float) -> None:
@@ -255,7 +256,10 @@ class Clock:
         """Another clock for the same GPUs, which starts at 0."""
         return Clock(len(self.tracks), self.host)
 
-    # Here, times are numbers. Another clock may keep more with them, such as which work is done by then.
+    # ---- ordering ----
+
+    # Here, times are numbers, and order nothing more. A clock that keeps with them which work is done by then, as the
+    # search for races does, overrides these three, and `mark`, `done`, `hold` and `wait`, which pass it on.
 
     def latest(self, times: Iterable[float]) -> float:
         """The latest of several times; 0 if there are none."""
@@ -305,16 +309,16 @@ class Clock:
         start = streams.get(stream, 0.0)
         if now > start:
             start = now
-        if track.beside:
-            seconds = track.slowed(max(start, track.free), seconds)
-        if start >= track.free and len(streams) < 2:  # `take` for a GPU that is free, without its call
-            track.free = start + seconds
+        if track.collectives:
+            seconds = track.slowed(max(start, track.free_from), seconds)
+        if start >= track.free_from and len(streams) < 2:  # `take` for a GPU that is free, without its call
+            track.free_from = start + seconds
         else:
             start = track.take(start, seconds, bool(stream) and stream in track.urgent)
         end = start + seconds
         if further:
             end = max(end, self.spend(further, gpu))
-            start, track.free = end - seconds, max(track.free, end)
+            start, track.free_from = end - seconds, max(track.free_from, end)
         streams[stream] = end
         track.note(start, end)
         if self.timelines:

@@ -5,8 +5,8 @@
 An operator takes the longer of what its arithmetic and its bytes need, and no less than a kernel takes at all. What
 matters is what CUDA runs, not what the CPU runs: fused kernels, several kernels per operator, reductions that too few
 threads can share. Operators are in classes, each with a formula, which the rows of features name. Constants
-were fitted to a real H200, and stand in `figures/operators.toml`. An operator that is in no class reads its inputs and
-writes its results once, as most do.
+were fitted to a real H200, and stand in `figures/operators.toml`. An operator that is in no class takes as long as its
+bytes: it reads its inputs and writes its results once. That is wrong for one that computes, so these need a row.
 """
 
 from __future__ import annotations

@@ -20,6 +20,7 @@ from virtual_gpus.gpus import LINKS, GPUSpec, LinkSpec, draw_topology
 
 _FIGURES = figures.read("links.toml")
 REACHED = _FIGURES["reached"]["copies"]  # fraction of a link's peak bandwidth that a copy reaches
+PINNED_START = _FIGURES["copies"]["start"]  # fraction of a link's latency before pinned memory moves
 REACHED_BY_COLLECTIVES = _FIGURES["reached"]["collectives"]  # the same for NCCL's rings, which start with kernels
 # PCIe between two GPUs: nvidia-smi's label of the path, and the fraction of PCIe's speed that the path reaches.
 _PATHS = _FIGURES["paths"]

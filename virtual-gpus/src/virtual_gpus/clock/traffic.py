@@ -3,7 +3,7 @@
 Collectives go around a ring, as NCCL's do for large tensors: an all-reduce of n GPUs sends 2(n - 1)/n of the bytes over
 each link, and the slowest link sets the pace (Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce algorithms for
 clusters of workstations"). https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md derives these parts for
-all collectives. Each hop costs half of a link's latency, as in the alpha-beta model. All-reduces over several hosts go
+all collectives. Each hop costs part of a link's latency, as in the alpha-beta model. All-reduces over several hosts go
 along a tree where that is faster. Other collectives over many hosts lose speed (`ring_loss` in `figures/links.toml`).
 NVLink SHARP and reductions in the network are not modelled.
 """
@@ -90,7 +90,7 @@ def ring_seconds(links: Sequence[LinkSpec], count: int, kind: str, nbytes: int) 
     row = TRAFFIC[kind]
     slowest = min(link.bandwidth for link in links) * REACHED_BY_COLLECTIVES
     latency = max(link.latency for link in links)
-    return _FIGURES["start"] + row.share(count) * nbytes / slowest + row.hops(count) * latency / 2
+    return _FIGURES["start"] + row.share(count) * nbytes / slowest + row.hops(count) * latency * _FIGURES["hop"]
 
 
 def collective_seconds(group: GroupLinks, kind: str, nbytes: int) -> float:
@@ -102,8 +102,9 @@ def collective_seconds(group: GroupLinks, kind: str, nbytes: int) -> float:
     theirs through its adapters at the same time. The bytes for the same host travel meanwhile.
     """
     links = group.links
-    if kind in ("all_gather", "reduce_scatter") and group.across is not None and group.count > 4 * group.here:
-        kept = max(_FIGURES["ring_least"], 1 - _FIGURES["ring_loss"] * log2(group.count / group.here / 4))
+    doublings = log2(group.count / group.here / _FIGURES["ring_hosts"])
+    if kind in ("all_gather", "reduce_scatter") and group.across is not None and doublings > 0:
+        kept = max(_FIGURES["ring_least"], 1 - _FIGURES["ring_loss"] * doublings)
         links = (*group.inside, replace(group.across, bandwidth=group.across.bandwidth * kept))
     ring = ring_seconds(links, group.count, kind, nbytes)
     if group.across is None or kind not in ("all_reduce", "all_to_all"):
@@ -123,7 +124,7 @@ def _tree_seconds(group: GroupLinks, nbytes: int) -> float:
     """
     slowest = min(link.bandwidth for link in group.links) * REACHED_BY_COLLECTIVES * _FIGURES["tree"]
     hops = 2 * (group.here - 1 + ceil(log2(group.count / group.here)))
-    return _FIGURES["start"] + 2 * nbytes / slowest + hops * max(link.latency for link in group.links) / 2
+    return _FIGURES["start"] + 2 * nbytes / slowest + hops * _FIGURES["hop"] * max(link.latency for link in group.links)
 
 
 def message_seconds(

@@ -16,7 +16,8 @@ from virtual_gpus.machine import VirtualGPU, active
 from virtual_gpus.placement.random_numbers import is_state
 from virtual_gpus.placement.storages import StorageAllocation, gpu_of, has_values, is_wrapper, pin, place, put
 
-Tensor, Dtype, Format, GPU = torch.Tensor, torch.dtype | None, torch.memory_format | None, VirtualGPU | None
+Tensor, Dtype, Format = torch.Tensor, torch.dtype | None, torch.memory_format | None  # None: as it is
+Place = VirtualGPU | None  # None: the computer
 
 
 class ToCopy(torch.autograd.Function):
@@ -26,7 +27,7 @@ class ToCopy(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(tensor: Tensor, target: GPU, dtype: torch.dtype, layout: Format, blocking: bool) -> Tensor:
+    def forward(tensor: Tensor, target: Place, dtype: torch.dtype, layout: Format, blocking: bool) -> Tensor:
         """Copy. Called by `move`."""
         return raw_copy(tensor, target, dtype, layout, blocking)
 
@@ -56,7 +57,7 @@ class ToCopy(torch.autograd.Function):
 
 
 def move(
-    tensor: Tensor, target: GPU, dtype: Dtype = None, layout: Format = None, copy: bool = False, blocking: bool = True
+    tensor: Tensor, target: Place, dtype: Dtype = None, layout: Format = None, copy: bool = False, blocking: bool = True
 ) -> Tensor:
     """`tensor` on `target` as `dtype`: itself when nothing would change, else a copy that autograd follows.
 
@@ -84,7 +85,7 @@ def is_transformed() -> bool:
     return torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0
 
 
-def raw_copy(tensor: Tensor, target: GPU, dtype: torch.dtype, layout: Format, blocking: bool = True) -> Tensor:
+def raw_copy(tensor: Tensor, target: Place, dtype: torch.dtype, layout: Format, blocking: bool = True) -> Tensor:
     """The copy itself, unseen by dispatch modes and by autograd. Raises the allocator's OutOfMemory."""
     if is_wrapper(type(tensor)):
         return _copy_of_wrapper(tensor, target, dtype, layout, blocking)
@@ -107,7 +108,7 @@ def _copy_of_wrapper(tensor: Any, *how: Any) -> Tensor:
         return type(tensor).__tensor_unflatten__(inner, context, tensor.size(), tensor.stride()).detach()
 
 
-def _copied(tensor: Tensor, target: GPU, dtype: torch.dtype, layout: Format) -> Tensor:
+def _copied(tensor: Tensor, target: Place, dtype: torch.dtype, layout: Format) -> Tensor:
     if target is None and not has_values(tensor):
         return valueless.copy_to_host(torch.empty(tensor.shape, dtype=dtype, device="cpu"), tensor)
     device = allocation = None

@@ -37,7 +37,7 @@ class VirtualGPUMode(TorchDispatchMode):
             machine = active()
             if types and any(map(is_wrapper, types)):
                 return NotImplemented  # a wrapper's own rules take it apart, and this mode sees the parts
-            if machine is None or this_thread.inside:
+            if machine is None or this_thread.in_kernel:
                 return func(*args, **(kwargs or {}))
             if _is_tracing():  # sizes that are read become tensors then, and the accounting needs integers
                 raise errors.not_modelled("torch.jit.trace")

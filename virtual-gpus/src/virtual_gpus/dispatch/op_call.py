@@ -136,7 +136,7 @@ def _draw(call: OpCall) -> Any:
 
 
 def _run(call: OpCall, kernel: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    this_thread.inside = True
+    this_thread.in_kernel = True
     try:
         if call.op.draws_by_default:
             with drawing_from(default_generator(call.gpu)):
@@ -150,7 +150,7 @@ def _run(call: OpCall, kernel: Callable[..., Any], args: tuple[Any, ...], kwargs
             raise errors.not_modelled(f"{name}, which exists only for CUDA") from None
         raise
     finally:
-        this_thread.inside = False
+        this_thread.in_kernel = False
 
 
 def refuse_gpu_generator(call: OpCall) -> None:

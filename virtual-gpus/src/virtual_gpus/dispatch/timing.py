@@ -16,7 +16,7 @@ import torch
 
 from virtual_gpus.clock.clock import COPY_IN, COPY_OUT, TO_THE_CPU, TO_THE_GPU
 from virtual_gpus.clock.cost import Formula, cost
-from virtual_gpus.clock.links import REACHED
+from virtual_gpus.clock.links import PINNED_START, REACHED
 from virtual_gpus.clock.work import Cost, Format, Operand, Operation
 from virtual_gpus.dispatch.measured_calls import key_of
 from virtual_gpus.dispatch.op_call import OpCall
@@ -24,7 +24,8 @@ from virtual_gpus.machine import VirtualGPU
 from virtual_gpus.placement.storages import allocation_of, gpu_of, is_pinned, tensors_in
 from virtual_gpus.threads import this_thread
 
-Tensors, TensorList, Call, GPU = Iterable[torch.Tensor], Sequence[torch.Tensor], OpCall | None, VirtualGPU | None
+Tensors, TensorList = Iterable[torch.Tensor], Sequence[torch.Tensor]
+MaybeCall, Place = OpCall | None, VirtualGPU | None  # no place: the computer
 _PRECISION: dict[torch.dtype, Format] = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float64: "fp64"}
 _kept: dict[Any, LaunchTimes] = {}
 _allows_tf32 = torch._C._get_fp32_precision_getter
@@ -74,7 +75,7 @@ def charge_op(call: OpCall, result: Any) -> None:
 
 
 def _issue(
-    gpu: VirtualGPU, name: str, tensors: Tensors, needs: LaunchTimes, call: Call = None, trains: bool | None = None
+    gpu: VirtualGPU, name: str, tensors: Tensors, needs: LaunchTimes, call: MaybeCall = None, trains: bool | None = None
 ) -> None:
     """Kernels in the current stream, which wait for what they read.
 
@@ -151,7 +152,7 @@ def charge_crossing(call: OpCall) -> None:
 
 
 def charge_copy(
-    source: GPU, target: GPU, tensor: torch.Tensor, dtype: torch.dtype, blocking: bool, into_pinned: bool = False
+    source: Place, target: Place, tensor: torch.Tensor, dtype: torch.dtype, blocking: bool, into_pinned: bool = False
 ) -> None:
     """A copy of `tensor` from one GPU (None: the computer) to another. A cast is a kernel on the source's side."""
     nbytes, itemsize = tensor.numel() * tensor.dtype.itemsize, dtype.itemsize
@@ -183,7 +184,7 @@ def _host_copy(gpu: VirtualGPU, nbytes: int, pinned: bool, blocking: bool, inwar
     clock, slot, stream = gpu.machine.clock, gpu.slot, gpu.stream
     link, pace, lane = gpu.machine.topology.pcie, clock.host, COPY_IN if inwards else COPY_OUT
     now = clock.spend(pace.copy, slot)
-    speed, latency = link.bandwidth * REACHED, link.latency / 2
+    speed, latency = link.bandwidth * REACHED, link.latency * PINNED_START
     if not pinned:
         speed, latency, blocking = min(speed, pace.pageable), pace.pageable_copy, True
     start = max(now, clock.mark(slot, stream), clock.ready(slot, lane))

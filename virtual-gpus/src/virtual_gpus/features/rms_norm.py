@@ -18,7 +18,7 @@ from virtual_gpus.placement.storages import gpu_of, is_wrapper, nbytes, place_al
 from virtual_gpus.placement.wrappers import arrived, is_dtensor
 from virtual_gpus.threads import below
 
-T, Shape, Weight, Eps = torch.Tensor, tuple[int, ...], torch.Tensor | None, float | None
+T, Shape, MaybeEps = torch.Tensor, tuple[int, ...], float | None
 _raw_rms_norm = torch.rms_norm
 
 
@@ -26,7 +26,7 @@ class RMSNorm(torch.autograd.Function):
     """The fused kernel's memory: forward keeps one float per row, backward works in place of its results."""
 
     @staticmethod
-    def forward(ctx: Any, input: T, weight: Weight, shape: Shape, eps: Eps, trains: bool, gpu: VirtualGPU) -> T:
+    def forward(ctx: Any, input: T, weight: T | None, shape: Shape, eps: MaybeEps, trains: bool, gpu: VirtualGPU) -> T:
         """(..., *shape) -> the same; numbers as the CPU's composite operator gives them."""
         result, kept = _rms_forward(gpu, input, weight, shape, eps, trains)
         ctx.save_for_backward(input, weight, kept)
@@ -46,7 +46,7 @@ class RMSNorm(torch.autograd.Function):
         return *(next(gradients) if asked else None for asked in ctx.needs_input_grad[:2]), None, None, None, None
 
 
-def _rms_forward(gpu: VirtualGPU, input: T, weight: Weight, shape: Shape, eps: Eps, trains: bool) -> tuple[T, T]:
+def _rms_forward(gpu: VirtualGPU, input: T, weight: T | None, shape: Shape, eps: MaybeEps, trains: bool) -> tuple[T, T]:
     result, kept = _below(gpu, _normalized, input, weight, shape, eps)
     place_all(result, gpu)
     charge_kernel(gpu, "native_layer_norm", [input], [result], trains)
@@ -54,7 +54,7 @@ def _rms_forward(gpu: VirtualGPU, input: T, weight: Weight, shape: Shape, eps: E
     return result, kept
 
 
-def _rms_backward(input: T, weight: Weight, shape: Shape, eps: Eps, gradient: T) -> tuple[T, T | None]:
+def _rms_backward(input: T, weight: T | None, shape: Shape, eps: MaybeEps, gradient: T) -> tuple[T, T | None]:
     gpu = gpu_of(input)
     if gpu is None:  # gradients may be asked for after the virtual GPUs have gone: then nothing is counted
         return _gradients(input, weight, shape, eps, gradient)
@@ -73,13 +73,13 @@ def _below(gpu: VirtualGPU, function: Any, *args: Any) -> Any:
         return known.computed(function, *args) if keeps else function(*args)
 
 
-def _normalized(input: T, weight: Weight, shape: Shape, eps: Eps) -> tuple[T, T]:
+def _normalized(input: T, weight: T | None, shape: Shape, eps: MaybeEps) -> tuple[T, T]:
     """By the CPU's operator, and room for what the fused kernel keeps."""
     result = _raw_rms_norm(input.detach(), shape, None if weight is None else weight.detach(), eps)
     return result, torch.empty(input.numel() // max(1, torch.Size(shape).numel()), device=result.device)
 
 
-def _gradients(input: T, weight: Weight, shape: Shape, eps: Eps, gradient: T) -> tuple[T, T | None]:
+def _gradients(input: T, weight: T | None, shape: Shape, eps: MaybeEps, gradient: T) -> tuple[T, T | None]:
     """Those of the CPU's operator."""
     with torch.enable_grad():
         x = input.detach().requires_grad_()
@@ -90,7 +90,7 @@ def _gradients(input: T, weight: Weight, shape: Shape, eps: Eps, gradient: T) ->
 
 
 @entrance
-def rms_norm(input: T, normalized_shape: list[int], weight: Weight = None, eps: Eps = None) -> T:
+def rms_norm(input: T, normalized_shape: list[int], weight: T | None = None, eps: MaybeEps = None) -> T:
     """`torch.rms_norm`, with the fused kernel's memory for a tensor on a GPU."""
     same = weight is None or weight.dtype == getattr(input, "dtype", None)
     transformed, gpu = torch._C._functorch.is_functorch_wrapped_tensor(input), gpu_of(input)
@@ -101,12 +101,12 @@ def rms_norm(input: T, normalized_shape: list[int], weight: Weight = None, eps: 
     return _on_one_gpu(gpu, input, weight, tuple(normalized_shape), eps)
 
 
-def _on_one_gpu(gpu: VirtualGPU, input: T, weight: Weight, shape: Shape, eps: Eps) -> T:
+def _on_one_gpu(gpu: VirtualGPU, input: T, weight: T | None, shape: Shape, eps: MaybeEps) -> T:
     trains = torch.is_grad_enabled() and any(part is not None and part.requires_grad for part in (input, weight))
     return RMSNorm.apply(arrived(input), weight, shape, eps, trains, gpu)
 
 
-def _rms_norm_on_each_rank(gpu: VirtualGPU, input: Any, shape: Shape, weight: Any, eps: Eps) -> T:
+def _rms_norm_on_each_rank(gpu: VirtualGPU, input: Any, shape: Shape, weight: Any, eps: MaybeEps) -> T:
     """Of DTensors: each rank normalizes its own rows, and the weight's gradient is a sum over the ranks.
 
     What DTensor's strategy (torch/distributed/tensor/_ops/_math_ops.py) does where the rows are sharded; where the

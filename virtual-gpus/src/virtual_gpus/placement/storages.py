@@ -207,7 +207,7 @@ def gpu_of(tensor: torch.Tensor) -> VirtualGPU | None:
 
 def device_of(tensor: torch.Tensor) -> torch.device:
     """What `tensor.device` says: cuda:i for a tensor on a virtual GPU, else PyTorch's own answer."""
-    if this_thread.inside or active() is None:
+    if this_thread.in_kernel or active() is None:
         return RAW_DEVICE(tensor)
     try:  # `gpu_of`, without its calls: programs ask often
         gpu: VirtualGPU | None = tensor.untyped_storage()._record.gpu  # type: ignore  # see `record_of`

@@ -273,7 +273,7 @@ def _by_nccls_rules(name: str, function: Callable[..., Any]) -> Callable[..., An
     @entrance
     def method(group: torch.distributed.ProcessGroup, *args: Any, **rest: Any) -> Any:
         tensors = tensors_in((*args, *rest.values()))
-        if this_thread.inside or not tensors or any(is_fake(type(t)) or is_wrapper(type(t)) for t in tensors):
+        if this_thread.in_kernel or not tensors or any(is_fake(type(t)) or is_wrapper(type(t)) for t in tensors):
             return function(group, *args, **rest)
         on_gpu = any(gpu_of(tensor) is not None for tensor in tensors)
         if on_gpu or not get_machine().shapes_only:  # else objects, see `process_groups._get_object_coll_device`
@@ -332,7 +332,7 @@ def _operation(values: Sequence[Any]) -> Any:
 
 def _wait(function: Callable[..., Any], work: Any, *args: Any, **kwargs: Any) -> bool:
     """Gloo makes some results in a tensor of its own and copies them at `wait`, which NCCL does not: no GPU copies."""
-    if not this_thread.inside:
+    if not this_thread.in_kernel:
         await_work(work)
     if work in _messages and work.is_completed():
         return True

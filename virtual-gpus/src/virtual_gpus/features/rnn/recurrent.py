@@ -47,7 +47,7 @@ def _replacement(name: str) -> Callable[..., Any]:
     @functools.wraps(raw)
     @entrance
     def recurrent(*args: Any, **kwargs: Any) -> Any:
-        if this_thread.inside or active() is None or torch._C._are_functorch_transforms_active():
+        if this_thread.in_kernel or active() is None or torch._C._are_functorch_transforms_active():
             return raw(*args, **kwargs)
         bound = bind(name, args, kwargs)
         if bound is None:  # PyTorch says what is wrong with the arguments

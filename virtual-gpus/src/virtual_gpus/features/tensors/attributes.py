@@ -25,7 +25,7 @@ _raw_make_wrapper, _raw_from_real = torch.Tensor._make_wrapper_subclass, FakeTen
 
 def gpu_as_seen(tensor: torch.Tensor) -> VirtualGPU | None:
     """The virtual GPU that holds `tensor`, as the program sees it. Kernels see none."""
-    return None if this_thread.inside or active() is None else gpu_of(tensor)
+    return None if this_thread.in_kernel or active() is None else gpu_of(tensor)
 
 
 def _flag(name: str) -> Callable[[torch.Tensor], bool]:
@@ -68,7 +68,7 @@ def tolist(self: torch.Tensor) -> list[Any] | int | float | bool | complex:
 def _host_reads(tensor: torch.Tensor, name: str) -> None:
     """Readers of CPU tensors that no dispatch mode sees."""
     machine = active()
-    if machine is not None and not this_thread.inside:
+    if machine is not None and not this_thread.in_kernel:
         machine.follower.kernel(name, [tensor], ())
 
 
@@ -108,7 +108,7 @@ def set_(self: torch.Tensor, source: Any = None, *args: Any, **kwargs: Any) -> t
     """Take over the storage of `source`, a tensor or a storage. As PyTorch: only one on the tensor's own device."""
     if source is None:
         return _raw.set_(self, *args, **kwargs)
-    if not this_thread.inside and active() is not None:
+    if not this_thread.in_kernel and active() is not None:
         device = getattr(source, "_untyped_storage", source).device  # a TypedStorage warns when it is asked
         if device != self.device:
             raise RuntimeError(  # aten/src/ATen/native/Resize.h

@@ -38,7 +38,7 @@ def _get_grad(self: torch.Tensor) -> torch.Tensor | None:
             return gradient
     except (NotImplementedError, RuntimeError):
         pass
-    return gradient if this_thread.inside else beside(gradient, self)
+    return gradient if this_thread.in_kernel else beside(gradient, self)
 
 
 @entrance
@@ -54,7 +54,7 @@ def beside(gradient: torch.Tensor | None, tensor: object) -> torch.Tensor | None
 
 def _set_grad(self: torch.Tensor, gradient: torch.Tensor | None) -> None:
     """`p.grad = g`: on p's own device only (torch/csrc/autograd/python_variable.cpp)."""
-    is_checked = isinstance(gradient, torch.Tensor) and not this_thread.inside and active()
+    is_checked = isinstance(gradient, torch.Tensor) and not this_thread.in_kernel and active()
     if is_checked and gpu_of(gradient) is not gpu_of(self):
         raise RuntimeError("assigned grad has data located on a different device")
     _raw_grad.__set__(self, gradient)
@@ -62,7 +62,7 @@ def _set_grad(self: torch.Tensor, gradient: torch.Tensor | None) -> None:
 
 def _engine_run_backward(outputs: Sequence[torch.Tensor | GradientEdge], *args: Any, **kwargs: Any) -> Any:
     """The start of every backward pass: a gradient that is handed in must be where its output is."""
-    if this_thread.inside:  # a recipe that lets the CPU find gradients
+    if this_thread.in_kernel:  # a recipe that lets the CPU find gradients
         return _raw_run_backward(outputs, *args, **kwargs)
     gradients = args[0] if args else ()
     checked = tuple(_checked(number, *pair) for number, pair in enumerate(zip(outputs, gradients, strict=False)))

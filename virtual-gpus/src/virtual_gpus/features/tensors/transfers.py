@@ -49,7 +49,7 @@ def _flag(args: tuple[Any, ...], position: int, kwargs: dict[str, Any], name: st
 def to(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """`Tensor.to` with virtual devices."""
     machine = active()
-    if machine is None or this_thread.inside:
+    if machine is None or this_thread.in_kernel:
         return _raw["to"](self, *args, **kwargs)
     if has_torch_function_unary(self):  # a subclass, or a mode
         return handle_torch_function(to, (self,), self, *args, **kwargs)

@@ -60,7 +60,7 @@ def __getitem__(self: torch.UntypedStorage, index: int | slice) -> int | torch.U
 
 def device(self: torch.UntypedStorage) -> torch.device:
     """cuda:i for the storage of a tensor on a virtual GPU."""
-    gpu = None if this_thread.inside else _gpu(self)
+    gpu = None if this_thread.in_kernel else _gpu(self)
     return _raw_device(self) if gpu is None else torch.device("cuda", gpu.index)
 
 
