@@ -15,6 +15,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 from torch.nn.functional import mse_loss
 from virtual_gpus import record_timeline, virtual_gpus
+from virtual_gpus.settings import INSTALLED
 
 WIDTH, BLOCKS = 256, 4
 LAYER = 4 * (WIDTH * WIDTH + WIDTH)  # bytes of one linear layer
@@ -139,7 +140,8 @@ def normalized_and_attended(rank):
     causal = partial(attend, is_causal=True)
     cases = [(norm, plain, Shard(1)), (norm, plain, Replicate()), (attend, attend, Shard(2))]
     cases += [(causal, causal, place) for place in (Shard(0), Replicate())]
-    cases += [(partial(attend, **masks[0]), partial(attend, **masks[1]), Shard(1))]
+    if INSTALLED > (2, 11):  # whose DTensor fails where a mask has no gradient
+        cases.append((partial(attend, **masks[0]), partial(attend, **masks[1]), Shard(1)))
     for ours, theirs, place in cases:
         plain.weight.grad = norm[0].weight.grad = None
         whole = torch.randn(2, 4, 6, 8, device="cuda").requires_grad_()

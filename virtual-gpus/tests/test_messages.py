@@ -14,6 +14,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.nn.functional import mse_loss
 from virtual_gpus import record_timeline, virtual_gpus
 from virtual_gpus.features.distributed import collectives, messages
+from virtual_gpus.settings import INSTALLED
 from virtual_gpus.testing import run_ranks
 
 SECONDS = 15e-6 + 6.5e-6 + 2**24 / (0.78 * 0.9 * 31.5e9)  # 16 MiB from GPU to GPU over PCIe 4.0 and the host
@@ -182,6 +183,8 @@ LOOPED = {  # with the stages of a rank, of four
     "ScheduleZBVZeroBubble": lambda rank: (rank, 3 - rank),
     "ScheduleDualPipeV": lambda rank: (rank, 3 - rank),
 }
+if INSTALLED < (2, 12):  # where one rank has two stages in a row, they begin with a message to itself, which is refused
+    del LOOPED["ScheduleZBVZeroBubble"], LOOPED["ScheduleDualPipeV"]
 
 
 def looped(rank, name):

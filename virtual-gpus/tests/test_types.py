@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from virtual_gpus.settings import INSTALLED
+from virtual_gpus.versions import NEWEST
 
 SOURCE = Path(__file__).resolve().parents[1] / "src"
 PUBLIC = ["__init__.py", "__main__.py", "switch.py", "settings.py", "gpus.py", "memory_model.py", "timeline",
@@ -70,6 +72,7 @@ def test_public_modules_are_typed_throughout():
     assert check(*files, SOURCE / "pytest_virtual_gpus.py", preset="strict") == []
 
 
+@pytest.mark.skipif(INSTALLED != NEWEST, reason="older versions of PyTorch have other types in their stubs")
 def test_inner_modules_are_typed_throughout():
     # `typing.override` is of Python 3.12, and autograd functions override `forward(*args)` with arguments of their own.
     files = sorted({*(SOURCE / "virtual_gpus").rglob("*.py")} - {*files_of(PUBLIC)})
