@@ -23,7 +23,10 @@ class Operand(NamedTuple):
 
     @property
     def channels_last(self) -> bool:
-        """True if the channels of a pixel lie side by side and those of other pixels further apart."""
+        """True if the channels of a pixel lie side by side and those of other pixels further apart.
+
+        A time needs no more. What takes memory asks as its kernel's C++ does: `conv.memory_format`, and batch norm.
+        """
         return len(self.strides) > 2 and self.strides[1] == 1 < self.strides[-1]
 
     @property

@@ -1,10 +1,12 @@
-"""Names that a real GPU has and a virtual one does not: they raise, with their name, instead of failing obscurely."""
+"""Names that a real GPU has and a virtual one does not (refused.toml): they raise, and say which name it is."""
 
 from __future__ import annotations
 
 import functools
 import sys
+import tomllib
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,45 +15,8 @@ from torch.utils._pytree import tree_leaves
 from virtual_gpus import errors
 from virtual_gpus.patches.table import Patch
 
-_HOST = ("host_memory_stats", "host_memory_stats_as_nested_dict", "reset_accumulated_host_memory_stats",
-         "reset_peak_host_memory_stats")  # fmt: skip
-_ALLOCATORS = ("CUDAPluggableAllocator", "change_current_allocator", "caching_allocator_alloc",
-               "caching_allocator_delete", "caching_allocator_enable")  # fmt: skip
-_GRAPHS = ("CUDAGraph", "graph", "make_graphed_callables", "graph_pool_handle", "export_dot", "export_graph_data")
-_WORKSPACES = ("cublas_workspace_size", "cublaslt_workspace_size", "blas_workspace_size")
-_POOLS = ("MemPool", "use_mem_pool")
-_SYNC = ("set_sync_debug_mode", "get_sync_debug_mode")
-_GROUPS = ("ProcessGroupNCCL", "ProcessGroupNCCL2", "ProcessGroupNCCLLazy")  # they look for real GPUs
-# By module, torch.cuda last: a class that is in two modules is named as the last one. docs/refused.md lists them all.
-_REFUSED = {
-    "torch._C": ("_cuda_beginAllocateCurrentStreamToPool", "_cuda_beginAllocateToPool", "_cuda_getCheckpointState",
-                 "_cuda_checkPoolLiveAllocations", "_cuda_setCheckpointPoolState"),  # of torch.compile's graph trees
-    "torch.accelerator": ("get_device_capability", "Graph"),
-    "torch.backends.cuda": (*_WORKSPACES, "preferred_blas_library"),
-    "torch.cuda.gds": ("GdsFile", "gds_register_buffer", "gds_deregister_buffer"),
-    "torch.cuda.graphs": _GRAPHS,
-    "torch.cuda.green_contexts": ("GreenContext", "SMPartition", "get_num_locality_domains",
-                                  "is_localization_supported"),
-    # _allocation_traceback wants a GPU's address, and tensors have the CPU's.
-    "torch.cuda.memory": ("_allocation_traceback", "_set_memory_metadata", "_get_memory_metadata", "_annotate_tensor",
-                          *_HOST, *_ALLOCATORS, *_POOLS),
-    "torch.cuda.nccl": ("all_reduce", "broadcast", "all_gather", "reduce_scatter", "init_rank", "unique_id"),
-    "torch.cuda.tunable": ("get_results", "get_validators", "get_rotating_buffer_size", "set_rotating_buffer_size",
-                           "read_file", "tune_gemm_in_file", "mgpu_tune_gemm_in_file"),
-    "torch.distributed": _GROUPS,
-    "torch.jit": ("trace", "trace_module"),
-    "torch.cuda": ("GreenContext", "current_blas_handle", "current_solver_handle", "temperature", "power_draw",
-                   "clock_rate", *_SYNC, *_HOST, *_ALLOCATORS, *_GRAPHS, *_POOLS),
-}  # fmt: skip
-
-_INSTEAD = {
-    **dict.fromkeys(_GROUPS, 'Use init_process_group("nccl").'),
-    **dict.fromkeys((*_GRAPHS, "Graph"), "Run the work without a graph: the numbers are the same, and so is the memory"
-                                         ", but for the graph's own pool."),
-    **dict.fromkeys(_WORKSPACES, "Set CUBLAS_WORKSPACE_CONFIG before the program starts."),
-    "preferred_blas_library": "Products with a bias go through cublasLt, all others through cuBLAS.",
-    **dict.fromkeys(_POOLS, "Allocate without a pool: the sizes are the same."),
-}  # fmt: skip
+_LISTS: dict[str, dict[str, str]] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
+_INSTEAD = {name: sentence for sentence, names in _LISTS["instead"].items() for name in names.split()}
 
 
 def _refuse(owner: object, name: str, path: str) -> Patch:
@@ -94,8 +59,8 @@ def patches() -> list[Patch]:
     """See `features`. A name that this PyTorch version lacks gives no row."""
     rows = [
         _refuse(sys.modules[path], name, f"{path}.{name}")
-        for path, names in _REFUSED.items()
-        for name in names
+        for path, names in _LISTS["names"].items()
+        for name in names.split()
         if path in sys.modules and name in vars(sys.modules[path])
     ]
     # The attributes of the manager are those of the current GPU's cache, which it asks for in this way.

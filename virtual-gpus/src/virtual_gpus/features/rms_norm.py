@@ -28,7 +28,10 @@ class RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, input: T, weight: T | None, shape: Shape, eps: MaybeEps, trains: bool, gpu: VirtualGPU) -> T:
         """(..., *shape) -> the same; numbers as the CPU's composite operator gives them."""
-        result, kept = _rms_forward(gpu, input, weight, shape, eps, trains)
+        result, kept = _below(gpu, _normalized, input, weight, shape, eps)
+        place_all(result, gpu)
+        charge_kernel(gpu, "native_layer_norm", [input], [result], trains)
+        place_all(kept, gpu)
         ctx.save_for_backward(input, weight, kept)
         ctx.shape, ctx.eps = shape, eps
         return result
@@ -39,22 +42,14 @@ class RMSNorm(torch.autograd.Function):
         do (`infinitely_differentiable_native_rms_norm_backward`)."""
         (input, weight, _), gradient = ctx.saved_tensors, arrived(gradient)
         if not torch.is_grad_enabled():
-            return *_rms_backward(input, weight, ctx.shape, ctx.eps, gradient), None, None, None, None
+            return *_backward(input, weight, ctx.shape, ctx.eps, gradient), None, None, None, None
         needed = [tensor for tensor, asked in zip((input, weight), ctx.needs_input_grad, strict=False) if asked]
         result = _raw_rms_norm(input, ctx.shape, weight, ctx.eps)
         gradients = iter(torch.autograd.grad(result, needed, gradient, create_graph=True))
         return *(next(gradients) if asked else None for asked in ctx.needs_input_grad[:2]), None, None, None, None
 
 
-def _rms_forward(gpu: VirtualGPU, input: T, weight: T | None, shape: Shape, eps: MaybeEps, trains: bool) -> tuple[T, T]:
-    result, kept = _below(gpu, _normalized, input, weight, shape, eps)
-    place_all(result, gpu)
-    charge_kernel(gpu, "native_layer_norm", [input], [result], trains)
-    place_all(kept, gpu)
-    return result, kept
-
-
-def _rms_backward(input: T, weight: T | None, shape: Shape, eps: MaybeEps, gradient: T) -> tuple[T, T | None]:
+def _backward(input: T, weight: T | None, shape: Shape, eps: MaybeEps, gradient: T) -> tuple[T, T | None]:
     gpu = gpu_of(input)
     if gpu is None:  # gradients may be asked for after the virtual GPUs have gone: then nothing is counted
         return _gradients(input, weight, shape, eps, gradient)
@@ -82,11 +77,9 @@ def _normalized(input: T, weight: T | None, shape: Shape, eps: MaybeEps) -> tupl
 def _gradients(input: T, weight: T | None, shape: Shape, eps: MaybeEps, gradient: T) -> tuple[T, T | None]:
     """Those of the CPU's operator."""
     with torch.enable_grad():
-        x = input.detach().requires_grad_()
-        w = None if weight is None else weight.detach().requires_grad_()
-        parts = [x] if w is None else [x, w]
-        gradients = torch.autograd.grad(_raw_rms_norm(x, shape, w, eps), parts, gradient)
-        return gradients[0], gradients[1] if w is not None else None
+        x, w = input.detach().requires_grad_(), None if weight is None else weight.detach().requires_grad_()
+        gradients = torch.autograd.grad(_raw_rms_norm(x, shape, w, eps), [x] if w is None else [x, w], gradient)
+        return gradients[0], None if w is None else gradients[1]
 
 
 @entrance
@@ -97,7 +90,7 @@ def rms_norm(input: T, normalized_shape: list[int], weight: T | None = None, eps
     if gpu is None or not same or transformed:
         return _raw_rms_norm(input, normalized_shape, weight, eps)
     if is_wrapper(type(input)) and (is_dtensor(input) or is_dtensor(weight)):
-        return _rms_norm_on_each_rank(gpu, input, tuple(normalized_shape), weight, eps)
+        return _on_each_rank(gpu, input, tuple(normalized_shape), weight, eps)
     return _on_one_gpu(gpu, input, weight, tuple(normalized_shape), eps)
 
 
@@ -106,7 +99,7 @@ def _on_one_gpu(gpu: VirtualGPU, input: T, weight: T | None, shape: Shape, eps: 
     return RMSNorm.apply(arrived(input), weight, shape, eps, trains, gpu)
 
 
-def _rms_norm_on_each_rank(gpu: VirtualGPU, input: Any, shape: Shape, weight: Any, eps: MaybeEps) -> T:
+def _on_each_rank(gpu: VirtualGPU, input: Any, shape: Shape, weight: Any, eps: MaybeEps) -> T:
     """Of DTensors: each rank normalizes its own rows, and the weight's gradient is a sum over the ranks.
 
     What DTensor's strategy (torch/distributed/tensor/_ops/_math_ops.py) does where the rows are sharded; where the

@@ -1,7 +1,4 @@
-"""How long the fused attention kernels take. The recipe that runs one charges it, since it knows of a causal mask.
-
-The constants are in figures.toml.
-"""
+"""How long the fused attention kernels take. The recipe that runs one charges it, since it knows of a causal mask."""
 
 from __future__ import annotations
 

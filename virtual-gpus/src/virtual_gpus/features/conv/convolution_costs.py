@@ -3,9 +3,7 @@
 In fp16 and bf16 on tensor cores, a convolution is the product of (pixels, window x channels in) and (window x channels
 in, channels out), in tiles as `cost_matmul` cuts them, or takes as long as its images, filters and results need to be
 read and written once. cuDNN's kernels want channels last. Images in another order are rewritten before and after, which
-takes a reading and a writing for all that the L2 cache does not hold.
-
-The constants are in figures.toml, with what they were fitted to.
+takes a reading and a writing for all that the L2 cache does not hold. figures.toml says what the constants rest on.
 """
 
 from __future__ import annotations
@@ -90,8 +88,8 @@ def _in_four_bytes(conv: _Convolution, cores: bool) -> Cost:
     peak = getattr(spec.flops, conv.operation.precision)
     speed = peak * (spec.reached.tensor_conv if cores else spec.reached.conv) * conv.fitted["share"]
     slower = max(1, min(groups, _FITTED["groups_on_cores"] if cores else _FITTED["simt_columns"] / filters.shape[1]))
-    in_tiles = cores and groups == 1 and len(filters.shape) > 2 and not conv.is_transposed
-    seconds = conv.start + (_flops_in_tiles(conv) if in_tiles else conv.flops) / (speed / slower)
+    whole_tiles = cores and groups == 1 and len(filters.shape) > 2 and not conv.is_transposed
+    seconds = conv.start + (_flops_in_tiles(conv) if whole_tiles else conv.flops) / (speed / slower)
     if not (cores and conv.lies_last):
         passes = conv.part * (1 if cores else _FITTED["passes_without_cores"])  # other kernels take both as they lie
         seconds += passes * conv.operation.reading(conv.fitted["filters"] * filters.nbytes)

@@ -3,13 +3,7 @@
 cuDNN picks one of its kernels by a heuristic that is not published; a workspace holds what that kernel needs. So the
 rules below are an estimate. Their kinds of buffers (layout copies, partial sums, tiles of Winograd's and of Fourier's
 transform, tables of offsets) follow from how such kernels work; when which is used, and all constants, were chosen on
-two sets of cases, measured on an H200 (cuDNN 9.19, torch 2.11). The first: each call of a ResNet-18 step (64 images of
-32x32) to the byte, peaks of eight single layers (fp32 with TF32, one bf16), and three steps' memory of ResNet-18, 34
-(128 images of 32x32) and 50 (32 of 64x64). The second: three steps of MobileNet v3 (64 images of 64x64) and of
-DenseNet-121 (32 of 32x32), and two single layers. All steps come out exactly, which proves less than it seems: they
-were used to choose the rules, and they see most sizes only roughly (10 MiB or more, say). Of the trace's 32 different
-calls 25 come out to 512 bytes. `python -m benchmarks.memory --leave-one-out` says how far each case is off by rules
-that were chosen without it.
+cases measured on an H200. figures.toml tells which, and what is known to be off.
 
 Measured, in several calls each:
 
@@ -22,24 +16,20 @@ Measured, in several calls each:
   result costs one more set. Images of one pixel: a table of offsets, 4 bytes per element of a filter.
 - 3x3 filters on 4096 pixels or fewer get theirs by Winograd's transform of 4x4 tiles, which is written out, if there
   are at least as many pixels as channels and not too many products.
-- 1x1 filters on images of two to four pixels get theirs by a matrix product for each image, as the peaks of MobileNet
-  and DenseNet show to the byte: one set of fp32 filters for each image of the batch, and no copies. The largest seen
-  takes 64 MiB. ResNet-50, where it would be 128 MiB, does without.
+- 1x1 filters on images of two to four pixels get theirs by a matrix product for each image: one set of fp32 filters
+  for each image of the batch, and no copies.
 
-Fitted to these cases, each to one to four calls of known size; the steps of the other ResNets bear it out, roughly:
+Fitted, each to one to four calls of known size; the steps of the other ResNets bear it out, roughly:
 
 - The forward copies its output as well (written NHWC, then turned) when there are enough tiles of 128x128 for all SMs,
   in first layers (fewer than 4 channels), where sums are deep, and in strided 1x1 convolutions.
 - The input's gradient takes no copies where those of the filters would be more than twice the images'. Between images
   of one pixel it splits its deep sum, with partial sums for whole tiles.
 - The least length of a part of a sum, and the limits of Winograd's transform.
-- 5x5 filters get theirs by Fourier's transform. One call was measured, of 32 MiB: tiles of 32x32 numbers for all planes
-  of images and gradients, before and after they are put in order, and of the filters. That call had 32 channels and 64
-  filters. Fewer than 32, and images that do not fit into one tile with their margin, are treated as any other.
+- 5x5 filters get theirs by Fourier's transform: tiles of 32x32 numbers for all planes of images and gradients, before
+  and after they are put in order, and of the filters. Fewer than 32 channels, and images that do not fit into one tile
+  with their margin, are treated as any other.
 
-Known to be off: where images have a few pixels, kernels change from layer to layer (at worst 2 MiB for 0); a 3x3
-forward of 128 channels at 16x16 took 4 MiB more (4 % of its peak), a 1x1 forward a copy of its filters, strided
-filters' gradients up to 4 % more partial sums, a strided 1x1 forward of 64 channels nothing.
 Guessed: fewer than 8 channels padded to 8 in the input's gradient; 3d and grouped convolutions (as the others),
 channels last (the same without the copies), 2-byte types beyond one layer, other GPUs, and whatever runs without tensor
 cores (fp32 before Ampere, fp64, TF32 forbidden): kernels for channels first, which take the table of offsets.
@@ -58,8 +48,8 @@ from virtual_gpus.arithmetic import ceil_div, rounded_up
 _WINOGRAD_TILE = 4  # outputs per side; 6x6 numbers each, once transformed
 _FOURIER_TILE = 32  # numbers per side
 _FOURIER_FILTER = 5  # pixels per side of the smallest filter
-FITTED = figures.beside(__file__)["memory"]  # `benchmarks.leave_one_out` tries others
-_TILE, _NARROW = figures.beside(__file__)["tiles"].values()  # rows and columns of the output, columns of the narrowest
+FITTED, _TILES = (figures.beside(__file__)[part] for part in ("memory", "tiles"))  # `leave_one_out` tries other FITTED
+_TILE, _NARROW = _TILES["wide"], _TILES["narrow"]  # rows and columns of the output, columns of the narrowest
 
 
 class Shape(NamedTuple):

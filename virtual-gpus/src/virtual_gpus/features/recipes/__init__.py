@@ -8,8 +8,6 @@ A *recipe* runs one ATen operator and counts the memory that CUDA would use for 
 
 A recipe returns results that have blocks. Each module has one family of operators. Its `OPERATORS` has a row for each,
 with its recipe and all else that is known of it. An operator without a recipe takes only the memory of its results.
-LSTM, `scaled_dot_product_attention` and RMS norm are one operator on CUDA, but several on the CPU: they are patches of
-PyTorch's functions (see `virtual_gpus.patches`).
 
 `python -m benchmarks.memory` compares nine training steps with measurements on a real H200 under torch 2.11. With
 `--operators` it compares eighty single operators, with `--trace` every allocation of a step. If the nine steps run in

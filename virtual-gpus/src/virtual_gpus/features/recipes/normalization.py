@@ -100,6 +100,7 @@ def _cudnn(tensor: torch.Tensor, weight: torch.Tensor | None) -> bool:
 
 
 def _channels_last(tensor: torch.Tensor) -> bool:
+    """As `batch_norm_use_channels_last_kernels` asks: (N, C) too, which `suggest_memory_format` takes for plain."""
     return tensor.stride(1) == 1 and tensor.numel() > 0 and (tensor.dim() == 2 or not tensor.is_contiguous())
 
 

@@ -1,7 +1,4 @@
-"""How long cuDNN takes for an LSTM, GRU or RNN: products of all inputs at once, then step by step.
-
-The constants are in figures.toml.
-"""
+"""How long cuDNN takes for an LSTM, GRU or RNN: products of all inputs at once, then step by step."""
 
 from __future__ import annotations
 

@@ -7,12 +7,8 @@ hidden` elements. What is known, and from where:
 - Reserve: all recurrent networks measured on an H200 (tests/data/h200) to the byte, as well as sizes that others
   published for four layers of LSTM and GRU with an old cuDNN.
 - Workspace of the standard algorithm: a weight copy (as in old versions), the copies that PyTorch's padded layout
-  asks for, the gates of one layer, and further sequences. Four LSTMs and two GRUs were measured, on cuDNN 9.19. The
-  numbers of further sequences for layers, dropout, two directions (of an LSTM, and of a GRU) and hidden sizes that are
-  not a multiple of 64 (one LSTM of 3 x 300) rest on one measurement each. How the last one grows with the layers is a
-  guess. `python -m benchmarks.memory --leave-one-out` says what each is worth.
-- Workspace of the small-hidden algorithm: three further sequences for each gate. For a tanh RNN of 256 and a GRU of two
-  layers of 100 in two directions, the peaks are then 1.2 and 0.9 % too large. An LSTM was not measured.
+  asks for, the gates of one layer, and further sequences, whose numbers figures.toml has.
+- Workspace of the small-hidden algorithm: three further sequences for each gate.
 - Guesses: the workspace of inference, of plain RNNs, with projections; all sizes in float16, for which the elements are
   counted at two bytes.
 
