@@ -161,31 +161,44 @@ def _direct(call: _Method) -> Any:
     """Gloo's own method, with arguments as gloo takes them. Raises where the sizes do not fit."""
     group, name, function, args, rest = call
     opts, op = _options((*args, *rest.values())), _operation((*args, *rest.values()))
-    ops, outputs, row = torch.distributed.ReduceOp, tensors_in(args[:1]), COLLECTIVES.get(kind_of(name), MESSAGE)
+    outputs, row = tensors_in(args[:1]), COLLECTIVES.get(kind_of(name), MESSAGE)
     if op is not None:
         _check_operation(op, tensors_in(args)[0].dtype)
     with below():
         args = _adapt(group, args, row.whole)
-    of_integers = op is not None and op == ops.AVG and not (outputs[0].is_floating_point() or outputs[0].is_complex())
-    if op is None or not (op == ops.PREMUL_SUM or of_integers):
+    finish = _after_sum(op, outputs, group.size())
+    if finish is None:
         return function(group, *args, **rest)
-    kept = copy.copy(op)  # `op` is a part of the options, which change
-    if opts is None:
-        work = function(group, *[ops.SUM if value is op else value for value in args])
-    else:
-        opts.reduceOp = ops.SUM  # C++ copies the options; the program's own are to stay as they were
-        try:
-            work = function(group, *args, **rest)
-        finally:
-            opts.reduceOp = kept
+    work = _summed(call._replace(args=args), op, opts)
     if not row.root or opts is None or opts.rootRank == group.rank():
-        with below():  # NCCL multiplies and divides on the way
+        with below():
             for output in outputs:
-                if of_integers:
-                    output.div_(group.size(), rounding_mode="trunc")  # gloo refuses a mean of integers
-                else:
-                    output.mul_(kept.__getstate__()[1])
+                finish(output)
     return work
+
+
+def _after_sum(op: Any, outputs: Sequence[torch.Tensor], ranks: int) -> Callable[[torch.Tensor], object] | None:
+    """What NCCL does on the way and gloo does not: it multiplies, or divides integers. None where gloo does it all."""
+    if op is not None and op == torch.distributed.ReduceOp.PREMUL_SUM:
+        factor = op.__getstate__()[1]
+        return lambda output: output.mul_(factor)
+    if op is None or op != torch.distributed.ReduceOp.AVG or outputs[0].is_floating_point() or outputs[0].is_complex():
+        return None
+    return lambda output: output.div_(ranks, rounding_mode="trunc")
+
+
+def _summed(call: _Method, op: Any, opts: Any) -> Any:
+    """Have gloo add up in place of `op`, which is among the arguments or in the options."""
+    group, _, function, args, rest = call
+    ops = torch.distributed.ReduceOp
+    if opts is None:
+        return function(group, *[ops.SUM if value is op else value for value in args])
+    kept = copy.copy(op)  # `op` is a part of the options, which change
+    opts.reduceOp = ops.SUM  # C++ copies the options; the program's own are to stay as they were
+    try:
+        return function(group, *args, **rest)
+    finally:
+        opts.reduceOp = kept
 
 
 def _adapt(group: Any, args: list[Any], whole: tuple[int, ...]) -> list[Any]:

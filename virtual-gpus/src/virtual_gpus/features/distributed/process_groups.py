@@ -49,38 +49,44 @@ def _new_process_group_helper(function: Callable[..., Any], *args: Any, **kwargs
     """
     c10d = torch.distributed.distributed_c10d
     given = inspect.signature(function).bind(*args, **kwargs).arguments
-    asked = given["backend"]
-    config = c10d.BackendConfig(c10d.Backend(asked))
-    devices = dict(config.get_device_backend_map())
-    gpu = given.pop("device_id", None)  # binds a rank to its GPU for NCCL; gloo refuses it
-    has_nccl = any(str(backend).startswith("nccl") for backend in devices.values())
-    is_alone = runs_alone(active())
-    if has_nccl or is_alone:
+    asked, config = given["backend"], c10d.BackendConfig(c10d.Backend(given["backend"]))
+    devices, gpu = dict(config.get_device_backend_map()), given.pop("device_id", None)  # NCCL's; gloo refuses it
+    is_nccl, is_alone = any(str(name).startswith("nccl") for name in devices.values()), runs_alone(active())
+    if is_nccl or is_alone:
         given.pop("backend_options", None)
         given["backend"] = "fake" if is_alone else "gloo"
     if is_alone and not given["global_ranks_in_group"]:
         require_its_rank(given["group_rank"], given["group_size"])
-    if has_nccl and torch.distributed.get_debug_level() == torch.distributed.DebugLevel.DETAIL:
-        # Else PyTorch wraps gloo's group to compare the ranks' collectives, as `agreement` does for those of GPU
-        # tensors in any case, and DDP's logger takes the wrapper for gloo's group itself: the process dies (2.15;
-        # without this package, too).
-        torch.distributed.set_debug_level(torch.distributed.DebugLevel.INFO)
+    if is_nccl:
+        _keep_pytorch_from_wrapping()
     made, store = function(**given)
-    if isinstance(made, c10d.ProcessGroup):
-        state_of(made).backends = devices
-        if not is_alone:
-            _rest_at_exit()
-    if isinstance(made, c10d.ProcessGroup) and (has_nccl or is_alone):
-        c10d._world.pg_map[made] = (c10d.Backend(asked), store)
-        c10d._world.pg_backend_config[made] = str(config)
+    if not isinstance(made, c10d.ProcessGroup):  # this rank is not in it
+        return made, store
+    state_of(made).backends = devices
+    if is_nccl or is_alone:  # to a program, the group is what it asked for
+        c10d._world.pg_map[made], c10d._world.pg_backend_config[made] = (c10d.Backend(asked), store), str(config)
         made.bound_device_id = gpu
-        if "cpu" in devices and not is_alone:
-            hidden = _hidden(c10d, *function(**given | {"group_name": f"{given['group_name']} of GPUs"}))
-            state_of(made).gloo_group = hidden
-        rank = torch.distributed.get_rank() if given["global_ranks_in_group"] else given["group_rank"]
-        if rank == 0 and not is_alone:  # in one of the processes
-            _say_once()
+    if not is_alone:
+        _rest_at_exit()
+    if is_nccl and not is_alone:
+        _complete(made, function, given, "cpu" in devices)
     return made, store
+
+
+def _keep_pytorch_from_wrapping() -> None:
+    """In DETAIL, PyTorch wraps gloo's group to compare the ranks' collectives, as `agreement` does in any case. DDP's
+    logger takes the wrapper for gloo's group itself: the process dies (2.15; without this package, too)."""
+    if torch.distributed.get_debug_level() == torch.distributed.DebugLevel.DETAIL:
+        torch.distributed.set_debug_level(torch.distributed.DebugLevel.INFO)
+
+
+def _complete(made: Any, function: Callable[..., Any], given: dict[str, Any], has_both: bool) -> None:
+    """A group of gloo's that stands for NCCL's gets another one if it has CPU tensors as well; one process says so."""
+    if has_both:
+        hidden = function(**given | {"group_name": f"{given['group_name']} of GPUs"})
+        state_of(made).gloo_group = _hidden(torch.distributed.distributed_c10d, *hidden)
+    if (torch.distributed.get_rank() if given["global_ranks_in_group"] else given["group_rank"]) == 0:
+        _say_once()
 
 
 def _hidden(c10d: Any, group: Any, store: Any) -> Any:
