@@ -160,10 +160,7 @@ def kinds() -> list[str]:
 
 
 def spec(kind: str) -> GPUSpec:
-    """The GPUSpec of a kind, for example "H200" or "titan xp". Case and spaces do not matter.
-
-    Raises ValueError for an unknown kind and names all kinds.
-    """
+    """The GPUSpec of a kind: "H200", "titan xp" (case and spaces do not matter). Raises ValueError that names all."""
     name = _KINDS.get(re.sub(r"\s", "", str(kind)).lower())
     if name is None:
         raise ValueError(f"There is no data sheet for a GPU of kind {kind!r}. Choose one of {', '.join(kinds())}.")

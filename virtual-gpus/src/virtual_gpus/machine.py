@@ -53,10 +53,7 @@ class VirtualGPU:
         return self.stream_of_thread.value
 
     def start_context(self) -> None:
-        """Count the memory of the CUDA context, which a real GPU allocates when a process first uses it.
-
-        Raises CUDA's error if other processes have left too little memory.
-        """
+        """Count the memory of the CUDA context, at the first use. Raises CUDA's error if too little is left."""
         device = self.allocator.device
         if not device.context:
             self.machine.start_cuda()

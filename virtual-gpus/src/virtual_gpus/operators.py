@@ -136,10 +136,7 @@ class Operator:
 
 
 def _python_functions(func: torch._ops.OpOverload) -> dict[torch._C.DispatchKey, Callable[..., Any]]:
-    """By dispatch key, the functions of an operator that `torch.library.custom_op` made for all devices, if it did.
-
-    CUDA runs what they call, operator by operator.
-    """
+    """By dispatch key, the functions of a `torch.library.custom_op` for all devices, which call other operators."""
     made = OPDEFS.get(func._schema.name)
     functions = {} if made is None else made._backend_fns
     return {key: functions[device] for device, key in _KEYS.items() if device in functions} if None in functions else {}

@@ -193,10 +193,7 @@ class Track:
         return arrival if owner is not None and owner() is allocation else None
 
     def forget_past(self, ready: float) -> None:
-        """Forget what is here by then, and what is for storages that are gone.
-
-        Another thread or a finalizer may expect or forget something meanwhile, so this goes through a copy.
-        """
+        """Forget what is here by then or has lost its storage. Other threads may add and forget, so it takes a copy."""
         for key, (arrival, owner) in self._late.copy().items():
             if owner() is None or (arrival.known and arrival.time() <= ready):
                 self._late.pop(key, None)

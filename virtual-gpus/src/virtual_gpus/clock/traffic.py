@@ -118,10 +118,7 @@ def collective_seconds(group: GroupLinks, kind: str, nbytes: int) -> float:
 
 
 def _tree_seconds(group: GroupLinks, nbytes: int) -> float:
-    """Seconds of an all-reduce up and down a tree of hosts, with a chain through the members of each.
-
-    Its bandwidth and hops are those of NCCL's own model (src/graph/tuning.cc).
-    """
+    """Seconds of an all-reduce along a tree of hosts, with chains within, by NCCL's own model (src/graph/tuning.cc)."""
     slowest = min(link.bandwidth for link in group.links) * REACHED_BY_COLLECTIVES * _FIGURES["tree"]
     hops = 2 * (group.here - 1 + ceil(log2(group.count / group.here)))
     return _FIGURES["start"] + 2 * nbytes / slowest + hops * _FIGURES["hop"] * max(link.latency for link in group.links)

@@ -21,10 +21,7 @@ Place = VirtualGPU | None  # None: the computer
 
 
 class ToCopy(torch.autograd.Function):
-    """A copy to `target` (None: the CPU) whose gradient goes back to the source's device and dtype.
-
-    `jvp` and `vmap` let forward-mode derivatives and torch.func go through it.
-    """
+    """A copy to `target` (None: the CPU) whose gradient goes back as it was; with `jvp` and `vmap`, for torch.func."""
 
     @staticmethod
     def forward(tensor: Tensor, target: Place, dtype: torch.dtype, layout: Format, blocking: bool) -> Tensor:
@@ -59,10 +56,7 @@ class ToCopy(torch.autograd.Function):
 def move(
     tensor: Tensor, target: Place, dtype: Dtype = None, layout: Format = None, copy: bool = False, blocking: bool = True
 ) -> Tensor:
-    """`tensor` on `target` as `dtype`: itself when nothing would change, else a copy that autograd follows.
-
-    blocking: whether the modelled host waits for it.
-    """
+    """`tensor` on `target` as `dtype`: itself, or a copy that autograd follows. blocking: if the host waits for it."""
     layout = layout or torch.preserve_format
     dtype = dtype or tensor.dtype
     source = gpu_of(tensor)

@@ -54,10 +54,7 @@ def ask(op: Operator, args: Args, kwargs: Kwargs, run: Run) -> Any:
 
 
 def computed(function: Callable[..., Any], *args: Any) -> Any:
-    """The results of `function(*args)`, several operators that compute below the accounting on meta tensors.
-
-    They are made at once if they are known, as an operator's are.
-    """
+    """The results of `function(*args)`, several operators on meta tensors: made at once if known, as an operator's."""
     if torch._C._len_torch_dispatch_stack() != 1:
         return function(*args)
     return _answer(function, args, {}, lambda: function(*args), False, False)

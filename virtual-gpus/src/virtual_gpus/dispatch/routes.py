@@ -103,10 +103,7 @@ def collective(call: OpCall) -> Any:
 
 
 def composite(call: OpCall) -> Any:
-    """Take a composite operator apart, which inference mode does not do: its parts are what uses memory.
-
-    Operators of higher order, which are given an operator or a function to run, are composite too.
-    """
+    """Take an operator apart that is composite or of higher order, as inference mode does not: its parts use memory."""
     with seen():
         if call.op.kernels is not None:
             keys = (_CPU, *_COMPOSITE) if call.gpu is None else (_CUDA, _CPU, *_COMPOSITE)

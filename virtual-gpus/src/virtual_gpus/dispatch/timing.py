@@ -107,10 +107,7 @@ def charge_kernel(
 def launch(
     gpu: VirtualGPU, name: str, charge: Cost, reads: TensorList, trains: bool = False, writes: TensorList = ()
 ) -> None:
-    """Kernels that the dispatch mode does not see.
-
-    trains: autograd notes them down. Of what is called by a function of autograd's in Python, only the caller knows.
-    """
+    """Kernels that the dispatch mode does not see. trains: if autograd notes them down, which only the caller knows."""
     _issue(gpu, name, reads, times(gpu, charge), trains=trains or None)
     gpu.machine.follower.kernel(name, reads, writes)
 

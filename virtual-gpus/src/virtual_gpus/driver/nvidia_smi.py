@@ -60,10 +60,7 @@ class GPUView(NamedTuple):
 
 
 def from_environment() -> list[GPUView] | None:
-    """The GPUs that this process inherits, see `processes.children`. None if there are none.
-
-    The process that has the clock usually waits for this one, so the load is 0.
-    """
+    """The GPUs that this process inherits, or None. The process with the clock waits for it, so the load is 0."""
     try:
         facts = json.loads(os.environ.get(VARIABLE, "null"))
     except ValueError:

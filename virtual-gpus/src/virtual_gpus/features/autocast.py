@@ -152,10 +152,7 @@ def _without_autocast(op: Callable[..., Any], args: Iterable[Any], kwargs: dict[
 
 
 def _casting_to(dtype_for: Callable[[Any, dict[str, Any]], torch.dtype]) -> Callable[..., Callable[..., Any]]:
-    """The policy that casts all inputs to `dtype_for(args, kwargs)`.
-
-    From the last argument to the first, as compilers evaluate the arguments in C++: the order of the blocks.
-    """
+    """Cast inputs to `dtype_for(args, kwargs)`, last one first, as C++ evaluates arguments: the blocks' order."""
 
     def policy(op: Callable[..., Any]) -> Callable[..., Any]:
         def kernel(*args: Any, **kwargs: Any) -> Any:

@@ -114,10 +114,7 @@ def copied_bytes(matrix: torch.Tensor) -> int:
 
 
 def with_workspace(call: OpCall, lt: bool = False) -> torch.Tensor:
-    """Have the result first, then copies of matrices that cuBLAS cannot read, then its workspace.
-
-    Empty products never get that far.
-    """
+    """Have the result, then copies of matrices that cuBLAS cannot read, and its workspace: none if it is empty."""
     result = call.run()
     if not all(map(torch.Tensor.numel, call.tensors)):
         return result

@@ -340,10 +340,7 @@ class CachingAllocator:
                 expandable.unmap_free_pages(self.device, pool)
 
     def _release_oversize(self, pool: BlockPool, size: int) -> bool:
-        """Give back so many free oversize blocks as the request needs, the best fit or the largest ones.
-
-        True if that may be enough.
-        """
+        """Give back the free oversize blocks that the request needs, best fit or largest. True if it may be enough."""
         limit, free = self.options.max_split, pool.free
         if limit == UNLIMITED:
             return False

@@ -26,10 +26,7 @@ FREE, USED, FREEING, WAITING, UNMAPPED = range(5)
 
 
 class Block:
-    """A piece of a segment: `address`, `size` (rounded up) and `requested` (as asked for), in bytes.
-
-    arena: the expandable segment that it is in, or None.
-    """
+    """A piece of a segment: `address`, `size` (rounded up) and `requested` in bytes. arena: its expandable segment."""
 
     __slots__ = ("address", "arena", "born", "next", "owner", "pool", "prev", "requested", "size", "state")
     born: int  # the searches of its pool's tally when it came to the pool

@@ -16,10 +16,7 @@ _STATES = {FREE: "inactive", WAITING: "active_pending_free"}  # all others: "act
 
 
 def segment_entries(blocks: Iterable[Block], device: int) -> list[dict[str, Any]]:
-    """The segments of all used and free `blocks`, by address, as `torch.cuda.memory_snapshot` lists them.
-
-    An expandable segment counts once for each range of it that has memory.
-    """
+    """The segments of all `blocks` by address, as PyTorch lists them: an expandable one by its ranges with memory."""
     heads = (block for block in blocks if block.prev is None or block.prev.state == UNMAPPED)
     return [_segment_entry(head, device) for head in sorted(heads, key=lambda block: block.address)]
 

@@ -41,10 +41,7 @@ def _static(owner: Any, name: str, default: Any) -> Any:
 
 
 def _copy(function: FunctionType) -> FunctionType:
-    """Another function that does the same.
-
-    What are two functions in PyTorch must stay two: torch._dynamo has tables with functions as their keys.
-    """
+    """Another function that does the same: PyTorch's two must stay two, as keys of torch._dynamo's tables."""
     parts = function.__globals__, function.__name__, function.__defaults__, function.__closure__
     copied = FunctionType(function.__code__, *parts)
     copied.__kwdefaults__, copied.__qualname__ = function.__kwdefaults__, function.__qualname__

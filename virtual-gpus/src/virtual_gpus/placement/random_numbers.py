@@ -166,10 +166,7 @@ def _mixed(seed: int, offset: int) -> int:
 
 
 def count_draws(generator: torch.Generator, elements: int, multiprocessors: int = 1) -> None:
-    """Let the offset of a GPU's generator follow a kernel that drew `elements` numbers.
-
-    As `calc_execution_policy` in DistributionTemplates.h does.
-    """
+    """Move a GPU generator's offset by `elements` numbers (`calc_execution_policy`, DistributionTemplates.h)."""
     made = _generators.get(generator._cdata)  # type: ignore  # not in PyTorch's stubs
     if made is not None:
         blocks = min(multiprocessors * _BLOCKS_PER_MULTIPROCESSOR, ceil_div(elements, _THREADS_PER_BLOCK)) or 1

@@ -23,10 +23,7 @@ _ENTRIES = {"PYTHONPATH": str(_FOLDER), "PATH": str(_FOLDER / "bin")}
 
 
 def variables(facts: dict[str, Any]) -> dict[str, str]:
-    """What children that start from now on need to have the GPUs of `facts`, see `nvidia_smi.from_environment`.
-
-    Nothing if the user said VIRTUAL_GPUS_CHILDREN=0.
-    """
+    """What children need for the GPUs of `facts`: nothing if the user said VIRTUAL_GPUS_CHILDREN=0."""
     if os.environ.get(VARIABLE) == "0":
         return {}
     environment = {VARIABLE: json.dumps({**facts, "prefix": sys.prefix}), _PYTHON: sys.executable}

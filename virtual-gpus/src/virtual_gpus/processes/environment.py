@@ -15,10 +15,7 @@ def put_in(owner: object, variables: dict[str, str]) -> None:
 
 
 def take_out(owner: object) -> None:
-    """Let the variables of `owner` be as they were, but for what others changed in them.
-
-    Those that another owner has set since stay, until that one takes them out.
-    """
+    """Let the variables of `owner` be as they were. Those that another owner has set since stay until that one goes."""
     index = next(index for index, (other, _) in enumerate(_set) if other is owner)
     for name, (before, value) in _set.pop(index)[1].items():
         later = next((variables for _, variables in _set[index:] if name in variables), None)

@@ -11,10 +11,7 @@ _LOOPBACK = {"darwin": "lo0", "win32": "Loopback Pseudo-Interface 1"}
 
 
 def interface() -> dict[str, str]:
-    """Return the environment variable that keeps gloo on this machine, or nothing if the user has set it.
-
-    Without it, gloo looks up the name of the host, which fails or takes seconds on many laptops.
-    """
+    """The variable that keeps gloo on this machine, unless the user set it: looking up the host's name may fail."""
     return {} if "GLOO_SOCKET_IFNAME" in os.environ else {"GLOO_SOCKET_IFNAME": _LOOPBACK.get(sys.platform, "lo")}
 
 

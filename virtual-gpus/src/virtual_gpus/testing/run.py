@@ -186,10 +186,7 @@ def _start(job: Job, method: str, processes: list[BaseProcess]) -> None:
 
 
 def _server_is_up_to_date() -> bool:
-    """Prepare the fork server at the first call. False if it has other environment variables than this process.
-
-    PyTorch reads some of them when it is imported.
-    """
+    """Prepare the fork server once. False if its environment is another, some of which PyTorch's import reads."""
     global _server_environment
     # The folder changes with each set of virtual GPUs, and a process is told of it when it switches them on.
     now = {name: value for name, value in os.environ.items() if name != "VIRTUAL_GPUS_FOLDER"}

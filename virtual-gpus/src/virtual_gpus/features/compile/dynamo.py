@@ -115,10 +115,7 @@ def forget() -> None:
 
 
 def _before_fork() -> None:
-    """Import the real module if this program uses DTensors, as FSDP does: their first use imports it.
-
-    The children then have it from their parent, where each forked rank would import it for itself.
-    """
+    """Import the real module if DTensors need it, as FSDP does, so that forked ranks have it from their parent."""
     if sys.modules.get(_NAME) is _stand_in and "torch.distributed.tensor" in sys.modules:
         _real(_NAME)
 

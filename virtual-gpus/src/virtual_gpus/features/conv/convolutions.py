@@ -67,10 +67,7 @@ def _on_cudnn(call: OpCall, x: Tensor, weight: Tensor) -> bool:
 
 
 def _shape(call: OpCall, x: Tensor, weight: Tensor, y: Tensor, layout: torch.memory_format) -> workspaces.Shape:
-    """What decides about cuDNN's workspaces for `x -> y`.
-
-    cuDNN knows a transposed convolution as the gradient of one from y to x.
-    """
+    """What decides about cuDNN's workspaces for `x -> y`; a transposed convolution is a gradient, from y to x."""
     large, kernel, small = (y, weight, x) if call["transposed"] else (x, weight, y)
     row = (1,) if x.dim() == 3 else ()  # 1d: images of one row
     image, window, out = ((*row, *tensor.shape[2:]) for tensor in (large, kernel, small))

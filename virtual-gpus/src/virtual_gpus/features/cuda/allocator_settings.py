@@ -72,10 +72,7 @@ def _now(machine: VirtualMachine) -> Options:
 
 
 def _accelerator_setAllocatorSettings(settings: str) -> None:
-    """Behind `torch.cuda.memory._set_allocator_settings`. Raises before anything was changed.
-
-    per_process_memory_fraction counts until the first touch of a GPU, as in PyTorch.
-    """
+    """Behind `torch.cuda.memory._set_allocator_settings`. The fraction counts until the first use of a GPU."""
     machine = get_machine()
     options = parse(settings, _now(machine))
     if machine.options is None:

@@ -155,10 +155,7 @@ def _is_in_bad_fork() -> bool:
 
 
 def utilization(device: Device = None) -> int:
-    """Percent of the last modelled second in which the GPU ran kernels; 0 once nothing came for a second.
-
-    It also stands for torch.cuda.memory_usage, since all kernels read or write memory.
-    """
+    """Percent of the last modelled second in which kernels ran, 0 once idle; also for torch.cuda.memory_usage."""
     gpu = gpu_at(device, initialize=False)
     return round(100 * gpu.machine.load(gpu))
 

@@ -71,10 +71,7 @@ def reduce(
 
 
 class SequentialThread:
-    """A patch for threading.Thread that runs its target in `start`: replicas run one after the other.
-
-    The order is then always the same, which stored notebook outputs need, and two cores are no slower.
-    """
+    """A patch for threading.Thread that runs its target in `start`: replicas one by one, always in one order."""
 
     _waiting: ClassVar = threading.local()  # `team`: those made and not started yet, which will run side by side
 

@@ -29,10 +29,7 @@ class CollectiveMismatch(getattr(torch.distributed, "DistBackendError", RuntimeE
 
 
 def purpose(call: OpCall, kind: str, nbytes: int, group: Any) -> str:
-    """What all ranks must have in common, in words: the kind, the dtypes, the bytes where NCCL counts them, the root.
-
-    nbytes: of the larger side.
-    """
+    """What ranks must share, in words: kind, dtypes, root, bytes if NCCL counts them. nbytes: of the larger side."""
     dtypes = sorted({str(tensor.dtype).removeprefix("torch.") for tensor in call.tensors})
     words = f"{kind} of {' and '.join(dtypes)}"
     if COLLECTIVES[kind].is_even:

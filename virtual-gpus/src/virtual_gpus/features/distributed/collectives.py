@@ -51,10 +51,7 @@ class Meeting(NamedTuple):
 
 
 def meet(call: OpCall, gpu: VirtualGPU, group: torch.distributed.ProcessGroup) -> Meeting:
-    """Called before a collective on tensors of GPUs is issued: wait for the other ranks.
-
-    Raises CollectiveMismatch if another rank called something else.
-    """
+    """Before a collective of GPU tensors: wait for the other ranks. Raises CollectiveMismatch if one called another."""
     kind = kind_of(call.op.base)
     nbytes = _size(kind, call.args[:2], group)
     if kind == "all_gather" and call.func.namespace != "c10d":
@@ -66,10 +63,7 @@ def meet(call: OpCall, gpu: VirtualGPU, group: torch.distributed.ProcessGroup) -
 def charge(
     call: OpCall, gpu: VirtualGPU, group: torch.distributed.ProcessGroup | None, meeting: Meeting | None, result: Any
 ) -> None:
-    """Called after a collective or a message on tensors of GPUs was issued.
-
-    gpu: that of the first tensor. meeting: that of a collective. result: what it returned.
-    """
+    """After a collective (with its meeting) or message was issued. gpu: of the first tensor. result: its own."""
     name = call.op.base
     if name in ("wait_tensor", "wait_tensors"):
         await_tensors(gpu, call.tensors)
@@ -140,10 +134,7 @@ def _meet(
 
 
 def _charge_on_clock(meeting: Meeting, made: int = 0) -> float:
-    """Put a collective on this process's clock; returns its end, which is the same in all processes.
-
-    made: the bytes of its result, if it makes one.
-    """
+    """Put a collective on this process's clock; returns its end, that of all processes. made: bytes of its result."""
     gpu, lane, began, start, links, given = meeting
     nbytes = max(given, made)
     end = start + collective_seconds(links, lane.kind, nbytes)

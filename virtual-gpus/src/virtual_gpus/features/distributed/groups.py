@@ -14,10 +14,7 @@ from virtual_gpus.machine import VirtualGPU
 
 
 class GroupState:
-    """What this process knows of a process group, beside what PyTorch keeps.
-
-    begun: how many collectives of GPU tensors. coalescing: the works of a coalescing block that has not ended.
-    """
+    """What this process knows of a group. begun: collectives so far. coalescing: the works of an open block."""
 
     backends: dict[str, str] | None = None  # as asked for, {"cuda": "nccl"}; gloo carries the messages of all of them
     gloo_group: torch.distributed.ProcessGroup | None = None  # for GPU tensors, where gloo carries CPU tensors too

@@ -96,10 +96,7 @@ def _list_like(tensors: Any, other: Any) -> Any:
 
 
 def _one_for_all(group: Any, whole: torch.Tensor, part: torch.Tensor, side: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """A tensor of all ranks' parts, and this rank's part, in shapes that gloo takes: the parts side by side.
-
-    side: 0 if the parts are gathered in `whole`, 1 if they are scattered from it.
-    """
+    """All ranks' parts and this rank's, in shapes for gloo. side: 0 if gathered in `whole`, 1 if scattered from it."""
     ranks = group.size()
     if whole.numel() != ranks * part.numel():
         raise ValueError(_WRONG_SIZE[side])

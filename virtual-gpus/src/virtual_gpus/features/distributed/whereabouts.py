@@ -65,10 +65,7 @@ def stuck(waits: Mapping[int, Wait]) -> dict[int, Wait]:
 
 
 def connect(group: Any) -> None:
-    """Called before each collective: at the first one, connect to the store of torch.distributed.
-
-    Later, the process that has the store may have ended, and connecting would wait for minutes.
-    """
+    """Before each collective: connect to the store while its process is there. Later, connecting would take minutes."""
     if not _is_made_by_hand(group):
         store = torch.distributed.distributed_c10d._get_default_store()
         if store not in _connections:
@@ -149,10 +146,7 @@ def _never(mine: Wait) -> str:
 
 
 def tell_who_is_missing(error: BaseException, group: Any, words: str) -> None:
-    """Add a note to gloo's error: in which collective this rank has waited, and where the others are, as far as known.
-
-    A rank that waits in vain reports it in the store, and so does one that leaves.
-    """
+    """Add to gloo's error in which collective this rank has waited, and where the others say that they are."""
     here, ranks = torch.distributed.get_rank(), torch.distributed.get_process_group_ranks(group)
     mine = f"waited in {location(words, group)}"
     said: dict[int, str] = {}

@@ -41,10 +41,7 @@ def _arrived(rebuild: Callable[..., torch.UntypedStorage], arguments: tuple[Any,
 
 
 def _share_cuda_(self: Any) -> tuple[int, bytes, int, int, bytes, int, _SharedStorage, bool]:
-    """The storage as PyTorch sends it: GPU, handle, bytes, and places for CUDA's counters and events.
-
-    Raises RuntimeError for a storage of the CPU, as PyTorch does.
-    """
+    """The storage as PyTorch sends it: GPU, handle, bytes, counters, events. Raises RuntimeError for the CPU's."""
     gpu = record_of(self).gpu
     if gpu is None or not gpu.machine.on:
         raise RuntimeError("_share_cuda_: only available on CUDA")
@@ -64,10 +61,7 @@ def _new_shared_cuda(device: int, handle: bytes, nbytes: int, *others: Any) -> t
 
 
 def share_memory_(self: torch.UntypedStorage) -> torch.UntypedStorage:
-    """Put the numbers into shared memory, so that forked processes share them too. CUDA does nothing here.
-
-    A real GPU's memory cannot be used in a forked process at all.
-    """
+    """Put the numbers into shared memory for forked processes, in which a real GPU's memory cannot be used at all."""
     if record_of(self).gpu is None or self.device.type == "meta":
         return _raw_share_memory(self)
     with below():

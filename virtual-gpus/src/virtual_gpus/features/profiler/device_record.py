@@ -38,10 +38,7 @@ class DeviceRecord:
         self._machine.clock.timelines.remove(self)
 
     def add(self, span: Span) -> None:
-        """The clock calls this for every span. Waits of the host are not work of a GPU.
-
-        A copy between two GPUs is heard of on both, and counts on the one that it comes from.
-        """
+        """The clock calls this for every span. A copy between two GPUs, heard of on both, counts on its source."""
         if span.gpu is not None and (span.lane != COPY_IN or span.name == TO_THE_GPU):
             self._work.append((span, time.time_ns()))
 
@@ -53,10 +50,7 @@ class DeviceRecord:
     # ---- torch.profiler's list of events
 
     def merge(self, events: list[FunctionEvent], trace_start: int, keep_cpu: bool) -> list[FunctionEvent]:
-        """The profiler's events with those of the GPUs, in its order. trace_start: nanoseconds since 1970.
-
-        keep_cpu: False if only the GPUs were asked for.
-        """
+        """The profiler's events (keep_cpu: those too) with the GPUs', in its order. trace_start: ns since 1970."""
         if keep_cpu:
             hosts = _Operators(events)
             events = [event for event in events if event.name != _OURS]

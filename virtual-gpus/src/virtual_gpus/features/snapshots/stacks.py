@@ -56,10 +56,7 @@ def _of_the_program(frames: list[Frame]) -> list[Frame]:
 
 
 def named(stacks: Iterable[object]) -> dict[int, list[Frame]]:
-    """For each stack of an iterable, by its id: its frames, innermost first.
-
-    Equal frames and equal stacks are the same objects, which keeps a pickle of many of them small.
-    """
+    """For each stack, by id: its frames, innermost first. Equal ones are one object, so that pickles are small."""
     distinct = {id(stack): stack for stack in stacks if stack is not None}
     frames_seen: dict[tuple[Any, ...], Frame] = {}
     stacks_seen: dict[tuple[int, ...], list[Frame]] = {}

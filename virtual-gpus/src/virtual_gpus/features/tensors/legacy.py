@@ -39,10 +39,7 @@ def _legacy(name: str) -> LegacyType:
 
 
 def parse_type(kind: str | type) -> tuple[torch.dtype, bool]:
-    """The dtype that a name or class such as "torch.cuda.FloatTensor" means, and whether it is on a GPU.
-
-    Raises ValueError, in PyTorch's words, for what is no such type.
-    """
+    """The dtype of "torch.cuda.FloatTensor" and the like, and if it is on a GPU. Raises PyTorch's ValueError."""
     name = kind if isinstance(kind, str) else f"{kind.__module__}.{kind.__name__}"
     *path, last = name.split(".")
     if name == "torch.Tensor" or kind is torch.Tensor:
