@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import inf
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
@@ -29,7 +29,8 @@ from helpers.engine import Recording, Span, busy_seconds, gpus_of, merged, recor
 from helpers.gpus import Device, gpu_index, is_virtual, require_gpu, same_gpus
 
 BLOCK = "helpers.measure.timeline"  # the name of the recorded block in torch.profiler's trace
-_ON_GPU = {"kernel": "", "gpu_memcpy": "copy", "gpu_memset": ""}
+_Kind = Literal["", "forward", "backward", "step", "copy", "collective"]
+_ON_GPU: dict[str, _Kind] = {"kernel": "", "gpu_memcpy": "copy", "gpu_memset": ""}
 
 
 @dataclass
@@ -173,7 +174,7 @@ def _phase(
     launch: dict[str, Any] | None,
     backward: Mapping[int, Sequence[tuple[float, float]]],
     steps: Sequence[tuple[float, float]],
-) -> str:
+) -> _Kind:
     if name.startswith("nccl"):
         return "collective"
     if launch is None:
