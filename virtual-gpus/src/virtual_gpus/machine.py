@@ -218,7 +218,7 @@ class Kept(Generic[T]):
 
     def of(self, owner: VirtualGPU | VirtualMachine) -> T:
         """That of `owner`, made when it is first asked for."""
-        found = self.made(owner)
+        found = owner.feature_state.get(self)
         return owner.feature_state.setdefault(self, self._make(owner)) if found is None else found
 
     def made(self, owner: VirtualGPU | VirtualMachine) -> T | None:
