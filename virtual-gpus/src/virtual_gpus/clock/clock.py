@@ -95,7 +95,7 @@ class Arrival:
         return not callable(self._end)
 
     def time(self) -> float:
-        """The modelled time of arrival. Raises what the sender's silence is worth: DistNetworkError."""
+        """The modelled time of arrival. Raises DistNetworkError if the sender does not tell when it sent."""
         if callable(self._end):
             self._end = self._end()
         return self._end

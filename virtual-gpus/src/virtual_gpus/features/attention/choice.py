@@ -20,7 +20,7 @@ from virtual_gpus.versions import CUDNN_OF_WHEELS, NEWEST, Version
 MATH, FLASH, EFFICIENT, CUDNN = 0, 1, 2, 3  # as torch.nn.attention.SDPBackend
 HALF = (torch.float16, torch.bfloat16)
 _ORDER = [FLASH, EFFICIENT, MATH]
-T, Mask, Scale = torch.Tensor, torch.Tensor | None, float | None
+T, Mask, Scale = torch.Tensor, torch.Tensor | None, float | None  # None: no mask; 1 / sqrt(width)
 
 
 class AttentionCall:
