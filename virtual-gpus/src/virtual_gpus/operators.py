@@ -23,6 +23,7 @@ _CROSSES_DEVICES = {"copy_", "_foreach_copy_", "set_", "_copy_from", "_copy_from
                     "_has_compatible_shallow_copy_type"}  # fmt: skip
 Kind = Literal["composite", "factory", "collective", "list", "crossing", "particular", "ordinary"]
 _COLLECTIVES = ("c10d", "_c10d_functional", "_dtensor")  # namespaces
+_Schema, _Func = torch._C.FunctionSchema, torch._ops.OpOverload | torch._ops.HigherOrderOperator
 
 
 @dataclass(frozen=True)
@@ -52,19 +53,17 @@ _NO_ROW = Row(READS_AND_WRITES)
 class Operator:
     """The facts of one overload (`aten.mm.default`), found once and kept."""
 
-    def __init__(self, func: torch._ops.OpOverload | torch._ops.HigherOrderOperator):
+    def __init__(self, func: _Func):
         self.func = func  # kept, so that no other overload gets its id
         self.kernel: Callable[..., Any] = func  # what computes
-        self.kernels: dict[Any, Callable[..., Any]] | None = None  # by dispatch key, if of higher order or in Python
+        self.kernels = _python_functions(func)  # by dispatch key, if of higher order or in Python
         self.takes_first: int | None = None  # tensors: among so many arguments first
         self.takes_by_name = True  # ... and among named ones
-        if isinstance(func, torch._ops.HigherOrderOperator):
-            self.kernels, self.is_composite, self.route = func.py_kernels, True, ROUTES["composite"]
-            return
-        self._read_schema(func._schema)
+        self.tags: set[torch.Tag] = set(getattr(func, "tags", ()))  # one of higher order has none, and no schema
+        self._read_schema(getattr(func, "_schema", None) or _Schema(f"::{func.name()}", "", [], [], False, False))
         self._read_namespace(func)
         self._read_random_numbers(func)
-        self.needs_values = bool({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & set(func.tags))
+        self.needs_values = bool({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & self.tags)
         self.keeps_answers = _keeps_answers(self, func)
         of_class = class_of(self.base)
         self.formula, self.tf32_setting = of_class.cost, of_class.tf32_setting
@@ -74,7 +73,7 @@ class Operator:
         self.allowed_on_host, self.mixture = row.on_host, row.mixture
         self.route = ROUTES[self.kind]
 
-    def _read_schema(self, schema: torch._C.FunctionSchema) -> None:
+    def _read_schema(self, schema: _Schema) -> None:
         """Its names, and what it does to its arguments."""
         self.name = schema.name.partition("::")[2] + (f".{schema.overload_name}" if schema.overload_name else "")
         self.base = self.name.partition(".")[0]
@@ -85,33 +84,30 @@ class Operator:
         self.crosses = self.base in _CROSSES_DEVICES
         self.written = {a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write}
         self.outputs = [a.name for a in schema.arguments if a.kwarg_only and a.name in self.written]  # `out=`
-        self.changes_size = "resize" in self.base or self.base == "set_" or "out" in self.written
+        self.changes_size = "resize" in self.base or self.base == "set_" or bool(self.outputs)
+        self.in_place, self.filled = bool(self.written) and not self.outputs, self.outputs or self.written
         first = schema.returns[0].alias_info if schema.returns else None
         self.is_view = first is not None and not first.is_write
 
-    def _read_namespace(self, func: torch._ops.OpOverload) -> None:
+    def _read_namespace(self, func: _Func) -> None:
         """What computes it, and whether that is one kernel, one for each tensor of lists, or several operators."""
-        arguments = func._schema.arguments
-        has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
-        self.is_composite = has_kernel(func.name(), "CompositeImplicitAutograd") and not has_kernel(func.name(), "CPU")
-        if func.namespace == "aten":
+        arguments, name, has = self._schema.arguments, func.name(), torch._C._dispatch_has_kernel_for_dispatch_key
+        self.is_composite = self.kernels is not None or has(name, "CompositeImplicitAutograd") and not has(name, "CPU")
+        if isinstance(func, torch._ops.OpOverload) and func.namespace == "aten":
             instead = ROWS.get(self.base, _NO_ROW).cpu_kernel
             self.kernel = (instead and instead(func)) or func._op  # as `func` does itself, with a call into Python
             takes = [a for a in arguments if "Tensor" in str(a.type)]
             self.takes_first = max((self.names.index(a.name) + 1 for a in takes if not a.kwarg_only), default=0)
             self.takes_by_name = any(a.kwarg_only for a in takes)
-        elif functions := _python_functions(func):
-            self.kernels, self.is_composite = functions, True
-        lists = bool(arguments) and arguments[0].type.kind() == "ListType"
         self.is_collective = func.namespace in _COLLECTIVES
-        of_lists = self.base.startswith("_foreach_") or (self.base.startswith("_fused_") and lists)
-        self.by_element = of_lists or self.is_collective
+        self.is_fused = self.base.startswith("_fused_") and [a.type.kind() for a in arguments[:1]] == ["ListType"]
+        self.by_element = self.is_fused or self.base.startswith("_foreach_") or self.is_collective
 
-    def _read_random_numbers(self, func: torch._ops.OpOverload) -> None:
+    def _read_random_numbers(self, func: _Func) -> None:
         """Whether it draws numbers, and how it is given a generator."""
         self.has_generator = "generator" in self.names
         self.with_generator = _overload_with_generator(func)
-        seeded = torch.Tag.nondeterministic_seeded in func.tags
+        seeded = torch.Tag.nondeterministic_seeded in self.tags
         self.draws_by_default = seeded and not self.has_generator and not self.with_generator
         self.draws = self.has_generator or self.draws_by_default or self.with_generator is not None
 
@@ -135,26 +131,27 @@ class Operator:
         return self._defaults[name]
 
 
-def _python_functions(func: torch._ops.OpOverload) -> dict[torch._C.DispatchKey, Callable[..., Any]]:
-    """By dispatch key, the functions of a `torch.library.custom_op` for all devices, which call other operators."""
+def _python_functions(func: _Func) -> dict[Any, Callable[..., Any]] | None:
+    """By dispatch key, those of an operator of higher order or a `torch.library.custom_op` for all devices, if any."""
+    if isinstance(func, torch._ops.HigherOrderOperator):
+        return func.py_kernels
     made = OPDEFS.get(func._schema.name)
-    functions = {} if made is None else made._backend_fns
-    return {key: functions[device] for device, key in _KEYS.items() if device in functions} if None in functions else {}
+    of = {} if made is None else made._backend_fns
+    return {key: of[device] for device, key in _KEYS.items() if device in of} if None in of else None
 
 
-def _keeps_answers(op: Operator, func: torch._ops.OpOverload) -> bool:
+def _keeps_answers(op: Operator, func: _Func) -> bool:
     """True if all that an operator does to tensors without values is to make new ones from given ones, if anything."""
-    takes_tensors = any("Tensor" in str(a.type) for a in func._schema.arguments)
-    moves = op.is_view or op.crosses or op.changes_size or torch.Tag.inplace_view in func.tags
+    takes_tensors = any("Tensor" in str(a.type) for a in op._schema.arguments)
+    moves = op.is_view or op.crosses or op.changes_size or torch.Tag.inplace_view in op.tags
     return func.namespace == "aten" and takes_tensors and not moves
 
 
-def _overload_with_generator(func: torch._ops.OpOverload) -> torch._ops.OpOverload | None:
+def _overload_with_generator(func: _Func) -> torch._ops.OpOverload | None:
     """`randn.default` -> `randn.generator`, `randint.low` -> `randint.low_generator`; None where there is none."""
-    if torch.Tag.nondeterministic_seeded not in func.tags:
+    if isinstance(func, torch._ops.HigherOrderOperator) or torch.Tag.nondeterministic_seeded not in func.tags:
         return None
-    overload = func._schema.overload_name
-    twin = f"{overload}_generator" if overload else "generator"
+    twin = f"{func._schema.overload_name}_generator".removeprefix("_")
     packet = func.overloadpacket
     return getattr(packet, twin) if twin in packet.overloads() else None
 
@@ -164,7 +161,4 @@ KNOWN: dict[int, Operator] = {}  # by the overload's id, since its own hash is a
 
 def operator(func: torch._ops.OpOverload) -> Operator:
     """The facts of `func`, from the cache after the first time."""
-    found = KNOWN.get(id(func))
-    if found is None:
-        found = KNOWN[id(func)] = Operator(func)
-    return found
+    return KNOWN.get(id(func)) or KNOWN.setdefault(id(func), Operator(func))
