@@ -39,9 +39,9 @@ class OperatorClass(NamedTuple):
     unless: tuple[str, Formula] | None = None
 
 
-def cost(name: str, inputs: Parts, outputs: Parts, spec: GPUSpec, precision: Format = "fp32", first: int = 0) -> Cost:
-    """What the ATen operator `name` (no overload) takes on a GPU of `spec`. first: the length of its first list."""
-    return class_of(name).cost(Operation(name, tuple(inputs), tuple(outputs), spec, precision, first))
+def cost(name: str, inputs: Parts, outputs: Parts, spec: GPUSpec, precision: Format = "fp32") -> Cost:
+    """What the ATen operator `name` (no overload) takes on a GPU of `spec`."""
+    return class_of(name).cost(Operation(name, tuple(inputs), tuple(outputs), spec, precision))
 
 
 def class_of(name: str) -> OperatorClass:

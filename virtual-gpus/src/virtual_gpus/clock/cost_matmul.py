@@ -20,17 +20,18 @@ Tiles = tuple[tuple[int, int, float], ...]  # rows, columns, and the share of th
 
 @lru_cache(maxsize=8192)
 def product(
-    spec: GPUSpec, m: int, n: int, k: int, batch: int, precision: Format, with_bias: bool = False, aligned: bool = True
-) -> tuple[float, int]:
-    """(seconds, kernels) of `batch` products of (m, k) and (k, n). aligned: all rows begin at multiples of 16 bytes."""
+    spec: GPUSpec, m: int, n: int, k: int, batch: int, precision: Format, with_bias: bool = False, aligned: bool = True,
+    parts: int = 1
+) -> tuple[float, int]:  # fmt: skip
+    """(seconds, kernels) of `batch` products of (m, k) and (k, n). aligned: all rows begin at multiples of 16 bytes.
+    parts: of a number. Two complex ones take four products, for two parts."""
     if not m * n * k * batch:
         return 0.0, 0
-    seconds, kernels = in_tiles(spec, m, n, k, batch, precision, with_bias)
-    reached = spec.reached
+    seconds, kernels = in_tiles(spec, m, parts * n, parts * k, batch, precision, with_bias)
     if not aligned and batch == 1 and precision in spec.tensor_cores:
-        seconds += (_FITTED["misaligned"] - 1) * (seconds - _FITTED["start_on_cores"] * reached.kernel)
-    nbytes = BYTES[precision] * batch * (m * k + k * n + m * n)
-    return max(seconds, spec.seconds_to_move(nbytes) + reached.kernel), kernels
+        seconds += (_FITTED["misaligned"] - 1) * (seconds - _FITTED["start_on_cores"] * spec.reached.kernel)
+    nbytes = parts * BYTES[precision] * batch * (m * k + k * n + m * n)
+    return max(seconds, spec.seconds_to_move(nbytes) + spec.reached.kernel), kernels
 
 
 @lru_cache(maxsize=8192)

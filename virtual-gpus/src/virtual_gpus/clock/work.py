@@ -62,15 +62,17 @@ class Cost(NamedTuple):
 
 
 class Operation(NamedTuple):
-    """One operator: name, arguments, results, the GPU, the precision of its products ("fp32", "tf32", ...), and how
-    many tensors its first list has."""
+    """One operator: name, arguments, results, the GPU, the precision of its products ("fp32", ...), parts of a number
+    (2: complex), lengths of its lists (the first's tensors come first, those of one given twice once), if in place."""
 
     name: str
     inputs: tuple[Operand, ...]
     outputs: tuple[Operand, ...]
     spec: GPUSpec
-    precision: Format
-    first: int = 0
+    precision: Format = "fp32"
+    parts: int = 1
+    lists: tuple[int, ...] = ()
+    in_place: bool = False
 
     def reading(self, nbytes: float, share: float = 1.0) -> float:
         """See `GPUSpec.seconds_to_move`."""

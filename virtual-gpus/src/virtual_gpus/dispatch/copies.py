@@ -86,7 +86,7 @@ def raw_copy(tensor: Tensor, target: Place, dtype: torch.dtype, layout: Format, 
     source = gpu_of(tensor)
     made = _copied(tensor, target, dtype, layout)
     into_pinned = target is None and source is not None and not blocking  # as `_to_copy` does (TensorConversions.cpp)
-    charge_copy(source, target, tensor, dtype, blocking, into_pinned)
+    charge_copy("_to_copy", source, target, tensor, dtype, blocking, into_pinned)
     made = pin(made) if into_pinned else made
     if (here := source or target) is not None:
         here.machine.follower.copy(tensor, made, blocking)

@@ -20,14 +20,13 @@ from virtual_gpus.placement.storages import device_of, gpu_of, place, place_all
 
 def run(call: OpCall) -> Any:
     """Run the operator; element i of the result belongs where element i of the first list is."""
-    op = call.op
-    columns, gpus = columns_of(call)
-    charge_foreach(call, columns, gpus)
+    op, (columns, gpus) = call.op, columns_of(call)
     valueless.prepare(call)
-    if call.gpu.machine.shapes_only and op.base.startswith("_fused_") and op.base.endswith("_"):
-        return None  # they change numbers in place, of which there are none; not all have a meta kernel
-    result = call.compute() if op.recipe is None else op.recipe(call)
-    place_rows(columns, gpus, result)
+    result = None  # fused ones change numbers in place, of which there may be none; not all have a meta kernel
+    if not (op.is_fused and op.in_place and call.gpu.machine.shapes_only):
+        result = call.compute() if op.recipe is None else op.recipe(call)
+        place_rows(columns, gpus, result)
+    charge_foreach(call, columns, gpus, result)
     return result
 
 

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, repeat
 from operator import attrgetter, mul
 from typing import Any
 
 import torch
 
 from virtual_gpus.clock.clock import COPY_IN, COPY_OUT, TO_THE_CPU, TO_THE_GPU
-from virtual_gpus.clock.cost import Formula, cost
+from virtual_gpus.clock.cost import cost
 from virtual_gpus.clock.links import PINNED_START, REACHED
 from virtual_gpus.clock.work import Cost, Format, Operand, Operation
 from virtual_gpus.dispatch.measured_calls import key_of
@@ -32,7 +32,7 @@ _allows_tf32 = torch._C._get_fp32_precision_getter
 _grad_enabled = torch.is_grad_enabled
 # Not comprehensions: a call into Python per operator costs, and a generator that is cut short swallows a Ctrl-C.
 _form, _is_trained = attrgetter("shape", "dtype"), attrgetter("requires_grad")
-_elements, _itemsize = torch.Tensor.numel, torch.Tensor.element_size
+_Tensor, _elements, _itemsize = torch.Tensor, torch.Tensor.numel, torch.Tensor.element_size
 
 
 @dataclass(frozen=True, slots=True)  # and no tuple: a warm operator reads its attributes faster
@@ -47,29 +47,29 @@ class LaunchTimes:
 def charge_op(call: OpCall, result: Any) -> None:
     """Put one operator on the GPU's clock, unless the machine's charger takes it. result: as it returned it."""
     gpu, op, tensors = call.gpu, call.op, call.tensors
-    clock, charger = gpu.machine.clock, gpu.machine.charger
-    if charger is not None and charger.takes(call, result):
+    machine = gpu.machine
+    if machine.charger is not None and machine.charger.takes(call, result):
         return
     if op.is_view:
-        clock.spend(clock.host.view, gpu.slot)
+        machine.clock.spend(machine.clock.host.view, gpu.slot)
         return
     try:
-        shape = result.shape if type(result) is torch.Tensor else _shape_of(result)
-        key = (gpu.spec.kind, op, shape, *map(_form, tensors))
+        made = _form(result) if type(result) is _Tensor else tuple(map(_form, tensors_in(result) or _filled(call)))
+        seen = (gpu.spec.kind, op, made, *map(_form, tensors))
     except RuntimeError:
-        return  # neither a nested tensor has a shape nor a parameter of a lazy module: they take no modelled time
-    formula = op.formula
+        if any(part.is_nested or torch.nn.parameter.is_lazy(part) for part in (*tensors, *tensors_in(result))):
+            return  # neither has a shape: they take no modelled time
+        raise
     if op.depends_on_strides:
-        if op.unless is not None and not call[op.unless[0]]:
-            formula = op.unless[1]
-        key += (formula, op.tf32_setting and _allows_tf32("cuda", op.tf32_setting), *map(_strides, tensors))
-    kept = _kept.get(key)
+        formula = op.unless[1] if op.unless is not None and not call[op.unless[0]] else op.formula
+        seen += (formula, op.tf32_setting and _allows_tf32("cuda", op.tf32_setting), *map(_strides, tensors))
+    kept = _kept.get(seen)
     if kept is None:
-        kept = _kept[key] = _look_up(call, formula, result)
+        kept = _kept[seen] = _look_up(gpu, seen, len(tensors))
         if len(_kept) > 65536:
             _kept.clear()
     if not kept.seconds:
-        clock.spend(kept.host, gpu.slot)
+        machine.clock.spend(kept.host, gpu.slot)
         return
     _issue(gpu, op.base, tensors, kept, call)
 
@@ -82,15 +82,15 @@ def _issue(
     call: whose measured seconds win. trains: whether autograd notes them down, which costs the host more. None: if it
     runs in this thread, or records and one of the tensors is trained.
     """
-    clock, stream = gpu.machine.clock, gpu.stream_of_thread.value
-    seconds, host = needs.seconds, needs.host
+    machine, stream, seconds, host = gpu.machine, gpu.stream_of_thread.value, needs.seconds, needs.host
+    clock = machine.clock
     if trains or (trains is None and (this_thread.in_backward or (_grad_enabled() and any(map(_is_trained, tensors))))):
         host += clock.host.training
-    if gpu.machine.charger is not None:
+    if machine.charger is not None:
         tensors = list(tensors)
-        gpu.machine.charger.before(gpu, tensors)
-    if call is not None and gpu.machine.measured is not None:
-        seconds = gpu.machine.measured.seconds(key_of(call.func, call.args, call.kwargs), seconds)
+        machine.charger.before(gpu, tensors)
+    if call is not None and machine.measured is not None:
+        seconds = machine.measured.seconds(key_of(call.func, call.args, call.kwargs), seconds)
     if clock.tracks[gpu.slot].expected:  # asked here too, which spares the call
         await_tensors(gpu, tensors)
     clock.launch(gpu.slot, stream, seconds, host, name, needs.further)
@@ -112,32 +112,35 @@ def launch(
     gpu.machine.follower.kernel(name, reads, writes)
 
 
-def charge_foreach(call: OpCall, columns: list[Sequence[torch.Tensor]], gpus: list[VirtualGPU | None]) -> None:
+def charge_foreach(call: OpCall, columns: list[TensorList], gpus: list[VirtualGPU | None], result: Any) -> None:
     """An operator on lists of tensors: for each GPU among them, one call with its elements. gpus: of the first list."""
-    op = call.op
+    op, unscales = call.op, call.kwargs.get("grad_scale") is not None
+    dtype = getattr(result[0], "dtype", None) if result else None
     for gpu in filter(None, dict.fromkeys(gpus)):
         rows = columns
         if gpus.count(gpu) < len(gpus):
             rows = [[part for part, where in zip(column, gpus, strict=False) if where is gpu] for column in columns]
+        # A list that is given twice is read once: `addcmul` squares the gradient in every optimizer.
+        reads = {(id(row[0]), id(row[-1])): row for row in rows}.values()
         # How long lists take depends on their elements and bytes (`cost`), which are found faster than all shapes.
-        key = (gpu.spec.kind, op, *map(len, rows), sum(map(_elements, rows[0])), *map(_nbytes, rows))
-        kept = _kept.get(key)
+        sizes, elements = tuple(map(len, rows)), sum(map(_elements, rows[0]))
+        seen = gpu.spec.kind, op, sizes, elements, *map(_nbytes, reads), unscales, dtype
+        kept = _kept.get(seen)
         if kept is None:
-            outputs = () if op.base.endswith("_") else operands(rows[0])
-            charge = cost(op.base, operands(chain(*rows)), outputs, gpu.spec, first=len(rows[0]))
-            kept = _kept[key] = times(gpu, charge)
+            filled = operands(part for part in tensors_in(result) or _filled(call) if gpu_of(part) is gpu)
+            operation = Operation(op.base, operands(chain(*reads)), filled, gpu.spec, "fp32", 1, sizes, op.in_place)
+            kept = _kept[seen] = times(gpu, op.formula(operation))
         _issue(gpu, op.base, chain(*rows), kept, call if len(rows[0]) == len(gpus) else None, trains=False)
 
 
-def _nbytes(tensors: Sequence[torch.Tensor]) -> int:
+def _nbytes(tensors: TensorList) -> int:
     return sum(map(mul, map(_elements, tensors), map(_itemsize, tensors)))
 
 
 def charge_read(call: OpCall) -> None:
     """`.item()`, and operators whose result's size hangs on values: the host waits for the GPU."""
-    gpu = call.gpu
+    gpu, clock = call.gpu, call.gpu.machine.clock
     await_tensors(gpu, call.tensors)
-    clock = gpu.machine.clock
     clock.notice(clock.mark(gpu.slot, gpu.stream), gpu.slot)
 
 
@@ -145,11 +148,12 @@ def charge_crossing(call: OpCall) -> None:
     """`copy_`, whose two tensors may be on different devices; others that may have those take no time."""
     if call.op.base == "copy_" and len(call.tensors) == 2:
         target, source = call.tensors
-        charge_copy(gpu_of(source), gpu_of(target), source, target.dtype, not call["non_blocking"], is_pinned(target))
+        ends = gpu_of(source), gpu_of(target)
+        charge_copy("copy_", *ends, source, target.dtype, not call["non_blocking"], is_pinned(target))
 
 
 def charge_copy(
-    source: Place, target: Place, tensor: torch.Tensor, dtype: torch.dtype, blocking: bool, into_pinned: bool = False
+    name: str, source: Place, target: Place, tensor: torch.Tensor, dtype: torch.dtype, blocking: bool, pinned: bool
 ) -> None:
     """A copy of `tensor` from one GPU (None: the computer) to another. A cast is a kernel on the source's side."""
     nbytes, itemsize = tensor.numel() * tensor.dtype.itemsize, dtype.itemsize
@@ -161,14 +165,14 @@ def charge_copy(
     if source is target or (dtype != tensor.dtype and source is not None):
         shape = (tensor.numel(),)
         parts = (Operand(shape, tensor.dtype.itemsize),), (Operand(shape, itemsize),)
-        cast = times(here, cost("_to_copy", *parts, here.spec))
-        here.machine.clock.launch(here.slot, here.stream, cast.seconds, cast.host, "_to_copy", cast.further)
+        cast = times(here, cost(name, *parts, here.spec))
+        here.machine.clock.launch(here.slot, here.stream, cast.seconds, cast.host, name, cast.further)
     if source is target or (source and target and source.machine is not target.machine):
         return
     if source is not None and target is not None:
         _peer_copy(source, target, tensor.numel() * itemsize)
     else:
-        pinned = into_pinned if source is not None else is_pinned(tensor)
+        pinned = pinned if source is not None else is_pinned(tensor)
         _host_copy(here, nbytes if source is None else tensor.numel() * itemsize, pinned, blocking, source is None)
 
 
@@ -224,24 +228,28 @@ def await_tensors(gpu: VirtualGPU, tensors: Iterable[torch.Tensor]) -> None:
 # ---- what the formulas say -------------------------------------------------------------------------------------------
 
 
-def _shape_of(result: Any) -> tuple[Any, ...] | None:
-    if isinstance(result, torch.Tensor):
-        return result.shape
-    if isinstance(result, (list, tuple)):
-        return tuple(map(_shape_of, result))
-    return None
+def _filled(call: OpCall) -> list[torch.Tensor]:
+    """What an operator writes on: gradients only if it unscales them (ATen/native/cuda/fused_adam_utils.cuh)."""
+    kept = "grads" if call.kwargs.get("grad_scale") is None else None
+    return [tensor for name, tensor in call.named_tensors() if name in call.op.filled and name != kept]
 
 
-def _look_up(call: OpCall, formula: Formula, result: Any) -> LaunchTimes:
-    op, tensors = call.op, call.tensors
-    if op.outputs:
-        given = tensors_in([call.kwargs.get(output) for output in op.outputs])  # they come last
-        inputs, outputs = operands(tensors[: len(tensors) - len(given)]), operands(given)
-    else:
-        inputs = operands(tensors)
-        outputs = inputs[:1] if op.written else operands(tensors_in(result))
-    charge = formula(Operation(op.base, inputs, outputs, call.gpu.spec, precision_of(op.tf32_setting, tensors)))
-    return times(call.gpu, charge, in_place=bool(op.written))
+def _look_up(gpu: VirtualGPU, seen: tuple[Any, ...], number: int) -> LaunchTimes:
+    """seen: what `charge_op` keeps them by, with so many tensors. A formula is given nothing else, so that no call gets
+    the seconds of another."""
+    _, op, made, *forms = seen
+    given, (formula, _, *strides) = forms[:number], forms[number:] or (op.formula, "")
+    made = (made,) if torch.dtype in map(type, made) else made  # one tensor, not several
+    outputs = tuple(Operand(tuple(shape), dtype.itemsize) for shape, dtype in made)
+    inputs = tuple(Operand(tuple(s), d.itemsize, at) for (s, d), at in zip(given, strides or repeat(()), strict=False))
+    if op.outputs:  # they come last
+        inputs, outputs = inputs[: -len(made)], inputs[-len(made) :]
+    elif op.in_place and len(made) == 1:
+        outputs = inputs[:1]
+    dtypes = [dtype for _, dtype in given]
+    numbers = precision_of(op.tf32_setting, dtypes), 1 + any(dtype.is_complex for dtype in dtypes)
+    charge = formula(Operation(op.base, inputs, outputs, gpu.spec, *numbers))
+    return times(gpu, charge, in_place=bool(op.written))
 
 
 def times(gpu: VirtualGPU, charge: Cost, in_place: bool = False) -> LaunchTimes:
@@ -262,9 +270,9 @@ def _strides(tensor: torch.Tensor) -> tuple[int, ...]:
     return tensor.stride() if tensor.layout is torch.strided else ()
 
 
-def precision_of(library: str, tensors: Iterable[torch.Tensor]) -> Format:
+def precision_of(library: str, dtypes: Iterable[torch.dtype]) -> Format:
     """ "fp32", or what tensor cores make of it: TF32 is on for convolutions and off for products, as PyTorch has it."""
-    dtype = [*[t.dtype for t in tensors if t.dtype.is_floating_point], torch.float32][0]
+    dtype = next((dtype.to_real() for dtype in dtypes if dtype.is_floating_point or dtype.is_complex), torch.float32)
     if dtype == torch.float32 and library and _allows_tf32("cuda", library) == "tf32":
         return "tf32"
     return _PRECISION.get(dtype, "fp32")

@@ -156,7 +156,7 @@ def _matrices(operation: Operation) -> Cost:
     count = prod(first.shape[:-2]) if len(first.shape) == len(second.shape) else 1  # else of groups of rows or columns
     sizes, precision = (first.shape[-2], second.shape[-1], first.shape[-1], count), operation.precision
     precision = "fp16" if first.itemsize == 1 else precision  # of int8 and fp8: up to twice as fast on a real GPU
-    seconds, kernels = product(operation.spec, *sizes, precision, with_bias, aligned)
+    seconds, kernels = product(operation.spec, *sizes, precision, with_bias, aligned, operation.parts)
     return Cost(seconds, kernels, _HOST)
 
 

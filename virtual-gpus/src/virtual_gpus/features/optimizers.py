@@ -8,7 +8,7 @@ from math import ceil, prod
 import torch
 from torch.utils._foreach_utils import Indices, TensorListList
 
-from virtual_gpus.clock.cost import FITTED, OperatorClass, bytes_of
+from virtual_gpus.clock.cost import FITTED, OperatorClass
 from virtual_gpus.clock.work import Cost, Operation, added_on_host
 from virtual_gpus.operators import Row
 from virtual_gpus.patches.table import Patch
@@ -36,15 +36,11 @@ def _group_tensors_by_device_and_dtype(tensorlistlist: TensorListList, with_indi
 
 def _lists(operation: Operation) -> Cost:
     """Optimizers: a kernel for some tensors, in chunks of which a launch takes a number at most."""
-    inputs, first, fitted = operation.inputs, operation.inputs[: operation.first], FITTED["lists"]
-    if operation.name.startswith("_foreach_addcmul"):
-        inputs = inputs[: 2 * operation.first]  # both factors are the gradient, in every optimizer
-    written = operation.outputs or first * (3 if operation.name.startswith("_fused_adam") else 1)
-    elements = sum(prod(part.shape) for part in first)
-    kernels = max(1, ceil(operation.first / fitted["tensors"])) + elements // (_CHUNKS * _CHUNK)
-    share = fitted["share"] if operation.outputs else fitted["share_in_place"]
-    host = _TENSOR * len(operation.inputs) if operation.first else 0.0
-    return Cost(kernels * operation.kernel + operation.reading(bytes_of((*inputs, *written)), share), kernels, host)
+    fitted, first = FITTED["lists"], next(iter(operation.lists), 0)
+    elements = sum(prod(part.shape) for part in operation.inputs[:first])
+    kernels = max(1, ceil(first / fitted["tensors"])) + elements // (_CHUNKS * _CHUNK)
+    seconds = operation.reading(operation.nbytes, fitted["share_in_place" if operation.in_place else "share"])
+    return Cost(kernels * operation.kernel + seconds, kernels, _TENSOR * sum(operation.lists))
 
 
 OPERATORS = dict.fromkeys(("_foreach_*", "_fused_*"), Row(OperatorClass(_lists, is_fusible=False)))

@@ -34,7 +34,7 @@ def charge_attention(gpu: VirtualGPU, name: str, query: T, key: T, value: T, num
 def _cost(query: T, key: T, numbers: Numbers, spec: GPUSpec, backward: bool) -> Cost:
     """Tiles of the scores (rows of the query, columns of the key) that the causal mask empties are skipped."""
     (samples, heads, rows, width), columns, itemsize = query.shape, key.shape[2], query.dtype.itemsize
-    precision, reached, tile = precision_of("", [query]), spec.reached, _FITTED["tile"]
+    precision, reached, tile = precision_of("", [query.dtype]), spec.reached, _FITTED["tile"]
     down, across = ceil(rows / tile), ceil(columns / tile)
     tiles = sum(min(across, row + 1) for row in range(down)) if numbers.causal else down * across
     flops = 4 * samples * heads * tiles * tile * tile * width * (_FITTED["backward"] if backward else 1)

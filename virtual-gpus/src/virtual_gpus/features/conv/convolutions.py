@@ -73,7 +73,7 @@ def _shape(call: OpCall, x: Tensor, weight: Tensor, y: Tensor, layout: torch.mem
     image, window, out = ((*row, *tensor.shape[2:]) for tensor in (large, kernel, small))
     last, strided, spec = layout is not torch.contiguous_format, max(call["stride"]) > 1, call.gpu.spec
     return workspaces.Shape(large.shape[0], large.shape[1], small.shape[1], call["groups"], image, window, out, strided,
-                            x.itemsize, last, precision_of("conv", [x]) in spec.tensor_cores,
+                            x.itemsize, last, precision_of("conv", [x.dtype]) in spec.tensor_cores,
                             spec.multi_processor_count)  # fmt: skip
 
 

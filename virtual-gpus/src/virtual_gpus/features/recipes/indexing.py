@@ -75,7 +75,7 @@ def send_indices(call: OpCall) -> None:
     """The host waits while integers that lie on the CPU are copied to the GPU."""
     for index in call["indices"]:
         if index is not None and gpu_of(index) is None and not is_mask(index):
-            charge_copy(None, call.gpu, index, index.dtype, blocking=True)
+            charge_copy("_to_copy", None, call.gpu, index, index.dtype, blocking=True, pinned=False)
 
 
 def send_and_count(call: OpCall) -> None:

@@ -21,7 +21,7 @@ def charge_recurrent(
     gpu: VirtualGPU, net: Network, inputs: Sequence[torch.Tensor], trains: bool, backward: bool
 ) -> None:
     """Put a network's forward or backward pass on the clock. trains: see `launch`."""
-    charge = _cost(net, gpu.spec, precision_of("", inputs), backward)
+    charge = _cost(net, gpu.spec, precision_of("", [part.dtype for part in inputs]), backward)
     launch(gpu, "_cudnn_rnn_backward" if backward else "_cudnn_rnn", charge, inputs, trains)
 
 

@@ -1,0 +1,153 @@
+"""What holds for all operators of a kind, which are found by their schemas: the memory of `out=`, and times."""
+
+import pytest
+import torch
+from virtual_gpus import record_timeline
+from virtual_gpus.dispatch import timing
+from virtual_gpus.operators import operator
+
+SIDE, MIB = 1024, 1 << 20
+GPUS = {"count": 1, "kind": "H200", "shapes_only": True}
+# Of those that want other arguments.
+UNKNOWN = (RuntimeError, TypeError, ValueError, AttributeError, LookupError, AssertionError)
+
+
+@pytest.fixture(autouse=True)
+def forgotten(monkeypatch, gpus):
+    """No operator's seconds are known yet."""
+    monkeypatch.setattr(timing, "_kept", {})
+
+
+def overloads(condition):
+    """(overload, arguments that have no default) of the ATen operators with a named argument of this kind."""
+    for full in sorted(torch._C._dispatch_get_all_op_names()):
+        name, _, overload = full.removeprefix("aten::").partition(".")
+        func = getattr(getattr(torch.ops.aten, name, None), overload or "default", None)
+        if full.startswith("aten::") and func is not None and not operator(func).is_composite:
+            if any(a.kwarg_only and condition(a) for a in func._schema.arguments):
+                yield func, needed(func)
+
+
+def needed(func):
+    return [a for a in func._schema.arguments if not a.has_default_value() and not a.kwarg_only]
+
+
+def argument(given, dtype):
+    """Something that most operators take in its place."""
+    kinds = {"Tensor": lambda: torch.ones(SIDE, SIDE, dtype=dtype, device="cuda"), "int": lambda: 1,
+             "List[int]": lambda: [SIDE, SIDE] if given.name == "size" else [1], "number": lambda: 2,
+             "float": lambda: 1.0, "bool": lambda: True, "str": lambda: "none"}  # fmt: skip
+    return kinds[str(given.type)]()
+
+
+def seconds(call):
+    """Of its last kernel."""
+    with record_timeline() as timeline:
+        call()
+    return timeline.spans[-1].end - timeline.spans[-1].start
+
+
+def test_results_that_are_given_and_grow_take_memory_whatever_their_arguments_are_called():
+    checked = []
+    for func, needs in overloads(lambda a: a.alias_info is not None):
+        packet, names = getattr(torch.ops.aten, func._schema.name.removeprefix("aten::")), [a.name for a in needs]
+        twins = [getattr(packet, overload) for overload in packet.overloads()]
+        twins = [f for f in twins if [a.name for a in needed(f)] == names]
+        twins = [f for f in twins if not any(a.alias_info for a in f._schema.arguments)]
+        outputs = operator(func).outputs
+        computed_elsewhere = "batch_norm_" in func.name()  # by recipes, for SyncBatchNorm, which gives no results
+        for dtype in (torch.float32, torch.int64, torch.bool) if len(twins) == 1 and not computed_elsewhere else ():
+            try:
+                arguments = [argument(a, dtype) for a in needs]
+                results = twins[0](*arguments)
+                results = results if isinstance(results, tuple) else (results,)
+                given = [torch.empty(0, dtype=result.dtype, device="cuda") for result in results]
+                before = torch.cuda.memory_allocated()
+                func(*arguments, **dict(zip(outputs, given, strict=True)))
+                wanted = sum(result.nbytes for result in results)
+            except UNKNOWN:
+                continue
+            grown = torch.cuda.memory_allocated() - before
+            assert wanted <= grown < wanted + MIB, func  # the rest is that of blocks
+            checked.append(func)
+            break
+    assert len(checked) > 250 and sum("out" not in operator(func).outputs for func in checked) > 20
+
+
+def test_a_type_that_is_asked_for_takes_its_time_whatever_was_asked_before():
+    checked = []
+    for func, needs in overloads(lambda a: a.name == "dtype"):
+        types, device = (torch.float16, torch.float64), {"device": "cuda"} if "device" in operator(func).names else {}
+        try:
+            arguments = [argument(a, torch.float32) for a in needs]
+            calls = {dtype: lambda a=arguments, d=dtype, o=device, f=func: f(*a, dtype=d, **o) for dtype in types}
+            orders = []
+            for order in (types, types[::-1]):
+                timing._kept.clear()
+                orders.append({dtype: seconds(calls[dtype]) for dtype in order})
+        except UNKNOWN:
+            continue
+        assert orders[0] == pytest.approx(orders[1], rel=1e-6), func
+        checked.append(func)
+    assert len(checked) > 30
+    size = (1 << 28,)
+    assert seconds(lambda: torch.zeros(size, dtype=torch.float64, device="cuda")) > 6 * seconds(
+        lambda: torch.zeros(size, dtype=torch.int8, device="cuda")
+    )
+
+
+def test_a_complex_product_is_four_real_ones():
+    def product(dtype):
+        x = torch.empty(8192, 8192, dtype=dtype, device="cuda")
+        return seconds(lambda: x @ x)
+
+    assert product(torch.complex64) == pytest.approx(4 * product(torch.float32), rel=0.01)
+    assert product(torch.complex128) == pytest.approx(4 * product(torch.float64), rel=0.01)
+
+
+def lists(number):
+    return [[torch.empty(1 << 22, device="cuda") for _ in range(8)] for _ in range(number)]
+
+
+def step(kind, **options):
+    """A step of a fused optimizer."""
+    parameters = [torch.nn.Parameter(part) for part in lists(1)[0]]
+    optimizer = kind(parameters, lr=0.1, fused=True, **options)
+    for parameter in parameters:
+        parameter.grad = torch.empty_like(parameter)
+    optimizer.step()  # which makes its state
+    return optimizer.step
+
+
+def test_an_operator_on_lists_reads_each_once_and_writes_what_it_returns_or_changes():
+    x, a, b = lists(3)
+    optim, unit = torch.optim, seconds(lambda: torch._foreach_add_(x, a)) / 3
+    scaled = step(optim.SGD)
+    scaled.__self__.grad_scale, scaled.__self__.found_inf = (torch.ones(1, device="cuda") for _ in range(2))
+    moved = {
+        2: [lambda: torch._foreach_mul_(x, 2.0)],
+        3: [lambda: torch._foreach_addcmul_(x, a, a), step(optim.SGD)],
+        4: [lambda: torch._foreach_addcmul_(x, a, b), lambda: torch._foreach_addcdiv_(x, a, b), scaled],
+        5: [step(optim.SGD, momentum=0.9)],
+        7: [step(optim.Adam), step(optim.AdamW)],
+        9: [step(optim.Adam, amsgrad=True)],
+    }
+    for number, calls in moved.items():
+        for call in calls:
+            assert seconds(call) == pytest.approx(number * unit, rel=0.02)
+    assert seconds(lambda: torch._foreach_norm(x)) < 0.55 * seconds(lambda: torch._foreach_mul(x, 2.0))
+
+
+def test_a_copy_within_a_gpu_has_its_own_name_and_an_error_in_a_shape_is_not_hidden(monkeypatch):
+    x = torch.empty(4, 4, device="cuda")
+    with record_timeline() as timeline:
+        x.copy_(x + 1)
+    assert [span.name for span in timeline.spans] == ["add", "copy_"]
+    monkeypatch.setattr(timing, "_form", lambda tensor: torch.ones(2) @ torch.ones(3))
+    with pytest.raises(RuntimeError, match="size"):
+        x + 1
+
+
+def test_an_operator_of_higher_order_has_all_facts():
+    assert vars(operator(torch.ops.higher_order.cond)).keys() == vars(operator(torch.ops.aten.mm.default)).keys()
+    assert operator(torch.ops.higher_order.cond).base == "cond"
