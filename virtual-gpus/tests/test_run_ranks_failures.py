@@ -231,6 +231,13 @@ def test_files_and_long_ways_through_pytorch_are_short(monkeypatch):
     assert re.findall(r"line (\d)|(\.\.\. .*)", text) == numbers + cut
 
 
+def test_a_rank_that_looks_for_a_file_before_its_function_has_not_started(monkeypatch, tmp_path):
+    job, where = in_rank.Job(tmp_path, 2, False, "gloo", 0, 0, b"", {}, None, 0.0), []
+    monkeypatch.setattr(Path, "stat", lambda *_, **__: where.append(Failure.of_time_limit(sys._getframe(1), 0, {})))
+    job.who_has("ready")
+    assert {failure.what for failure in where} == {"had not started the function."}
+
+
 @pytest.mark.usefixtures("ranks_that_rest")
 def test_ranks_that_do_not_start_have_a_limit_and_an_error_of_their_own(monkeypatch):
     """The time limit of the function has not begun."""

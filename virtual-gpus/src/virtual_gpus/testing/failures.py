@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import sys
+import sysconfig
 import time
 import traceback
 from collections.abc import Sequence
@@ -85,6 +86,8 @@ class Failure:
         """From the stack of a rank that is not done at the time limit."""
         stack = traceback.extract_stack(frame)
         del stack[: 1 + max(number for number, part in enumerate(stack) if part.filename.startswith(_TESTING))]
+        while stack and _is_of_python(stack[0].filename):  # this package looks for a file, say
+            del stack[0]
         _shorten(stack, labels)
         where = "had reached:\n" + _without_middle(stack).rstrip() if stack else "had not started the function."
         return cls(rank, "late", where, "", time.monotonic())
@@ -155,6 +158,10 @@ def _without_middle(stack: traceback.StackSummary) -> str:
             frames = frames[-2:]
         lines += traceback.StackSummary.from_list(frames).format()
     return "".join(lines)
+
+
+def _is_of_python(file: str) -> bool:
+    return file.startswith(sysconfig.get_path("stdlib")) and "site-packages" not in file
 
 
 def _short(file: str, labels: dict[str, str]) -> str:
