@@ -7,9 +7,9 @@ import pytest
 import torch
 from virtual_gpus import active_machine, record_timeline, virtual_gpus
 from virtual_gpus.clock.clock import Clock, ConcurrentThreads, Track
-from virtual_gpus.clock.cost import cost
 from virtual_gpus.clock.work import Operand, added_on_host
 from virtual_gpus.gpus import kinds, spec
+from virtual_gpus.operators import cost
 
 MS = 1e-3
 

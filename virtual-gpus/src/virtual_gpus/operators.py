@@ -13,7 +13,9 @@ from typing import Any, Literal
 import torch
 from torch._library.custom_ops import OPDEFS
 
-from virtual_gpus.clock.cost import READS_AND_WRITES, OperatorClass, class_of
+from virtual_gpus.clock.cost import FREE, READS_AND_WRITES, OperatorClass, Parts, bytes_of, moves
+from virtual_gpus.clock.work import Cost, Format, Operation
+from virtual_gpus.gpus import GPUSpec
 
 # Of the devices that a custom operator has functions for; None stands for all others.
 _KEYS = {"cuda": torch._C.DispatchKey.CUDA, "cpu": torch._C.DispatchKey.CPU,
@@ -24,6 +26,8 @@ _CROSSES_DEVICES = {"copy_", "_foreach_copy_", "set_", "_copy_from", "_copy_from
 Kind = Literal["composite", "factory", "collective", "list", "crossing", "particular", "ordinary"]
 _COLLECTIVES = ("c10d", "_c10d_functional", "_dtensor")  # namespaces
 _Schema, _Func = torch._C.FunctionSchema, torch._ops.OpOverload | torch._ops.HigherOrderOperator
+_Call = Any  # a `dispatch.op_call.OpCall`, which is of a higher layer
+Route = Callable[[_Call], Any]  # gives what the operator returns
 
 
 @dataclass(frozen=True)
@@ -37,17 +41,35 @@ class Row:
     """
 
     cost: OperatorClass
-    recipe: Callable[..., Any] | None = None
-    check: Callable[..., None] | None = None
+    recipe: Route | None = None
+    check: Callable[[_Call], None] | None = None
     cpu_kernel: Callable[[torch._ops.OpOverload], Callable[..., Any] | None] | None = None
     on_host: Collection[str] = ()
-    mixture: Callable[..., Exception | None] | None = None
+    mixture: Callable[[_Call, str, torch.device, torch.device], Exception | None] | None = None
 
 
-# Filled from above: by the base name of an operator ("mm"), and by its kind (`Operator.kind`).
-ROWS: dict[str, Row] = {}
-ROUTES: dict[Kind, Callable[..., Any]] = {}
+# By the base name of an operator ("mm"), or "_foreach_*" for all of these that have none, and by `Operator.kind`;
+# features add theirs. What only fills tensors writes its result, or its argument.
+_FILL = Row(moves("fill", lambda operation: bytes_of(operation.outputs or operation.inputs[:1])))
+ROWS: dict[str, Row] = {
+    **dict.fromkeys(("zero_", "fill_", "zeros", "ones", "full", "zeros_like", "ones_like", "full_like", "new_zeros",
+                     "new_ones", "new_full", "arange", "bernoulli_", "normal_", "uniform_", "random_", "randn", "rand",
+                     "randint"), _FILL),
+    **dict.fromkeys(("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "set_",
+                     "resize_", "lift_fresh", "_reshape_alias"), Row(FREE)),
+}  # fmt: skip
+ROUTES: dict[Kind, Route] = {}
 _NO_ROW = Row(READS_AND_WRITES)
+
+
+def row_of(name: str) -> Row:
+    """All that is known of the ATen operator `name` (no overload): its own row, or that of all with its first word."""
+    return ROWS.get(name) or ROWS.get(f"{name[: name.find('_', 1)]}_*", _NO_ROW)
+
+
+def cost(name: str, inputs: Parts, outputs: Parts, spec: GPUSpec, precision: Format = "fp32") -> Cost:
+    """What the ATen operator `name` (no overload) takes on a GPU of `spec`."""
+    return row_of(name).cost.cost(Operation(name, tuple(inputs), tuple(outputs), spec, precision))
 
 
 class Operator:
@@ -65,10 +87,9 @@ class Operator:
         self._read_random_numbers(func)
         self.needs_values = bool({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & self.tags)
         self.keeps_answers = _keeps_answers(self, func)
-        of_class = class_of(self.base)
-        self.formula, self.tf32_setting = of_class.cost, of_class.tf32_setting
-        self.depends_on_strides, self.unless = of_class.depends_on_strides, of_class.unless
-        row = ROWS.get(self.base, _NO_ROW)
+        row = row_of(self.base)
+        self.formula, self.tf32_setting = row.cost.cost, row.cost.tf32_setting
+        self.depends_on_strides, self.unless = row.cost.depends_on_strides, row.cost.unless
         self.check, self.recipe = row.check, row.recipe
         self.allowed_on_host, self.mixture = row.on_host, row.mixture
         self.route = ROUTES[self.kind]
@@ -94,7 +115,7 @@ class Operator:
         arguments, name, has = self._schema.arguments, func.name(), torch._C._dispatch_has_kernel_for_dispatch_key
         self.is_composite = self.kernels is not None or has(name, "CompositeImplicitAutograd") and not has(name, "CPU")
         if isinstance(func, torch._ops.OpOverload) and func.namespace == "aten":
-            instead = ROWS.get(self.base, _NO_ROW).cpu_kernel
+            instead = row_of(self.base).cpu_kernel
             self.kernel = (instead and instead(func)) or func._op  # as `func` does itself, with a call into Python
             takes = [a for a in arguments if "Tensor" in str(a.type)]
             self.takes_first = max((self.names.index(a.name) + 1 for a in takes if not a.kwarg_only), default=0)

@@ -1,10 +1,8 @@
 """Seconds of an operator on a GPU, from its sizes and the GPU's data sheet. No torch here.
 
-    cost("add", (Operand((1024, 1024), 4),) * 2, (Operand((1024, 1024), 4),), spec("H200"), "fp32").seconds
-
 An operator takes the longer of what its arithmetic and its bytes need, and no less than a kernel takes at all. What
 matters is what CUDA runs, not what the CPU runs: fused kernels, several kernels per operator, reductions that too few
-threads can share. Operators are in classes, each with a formula, which the rows of features name. Constants
+threads can share. Operators are in classes, each with a formula, which their rows name (`operators.Row`). Constants
 were fitted to a real H200, and stand in `figures/operators.toml`. An operator that is in no class takes as long as its
 bytes: it reads its inputs and writes its results once. That is wrong for one that computes, so these need a row.
 """
@@ -16,8 +14,7 @@ from operator import attrgetter
 from typing import NamedTuple
 
 from virtual_gpus import figures
-from virtual_gpus.clock.work import Cost, Format, Operand, Operation
-from virtual_gpus.gpus import GPUSpec
+from virtual_gpus.clock.work import Cost, Operand, Operation
 
 FITTED = figures.read("operators.toml")["formulas"]  # their constants, also of those that features have
 Formula, Bytes, Parts = Callable[[Operation], Cost], Callable[[Operation], float], Iterable[Operand]
@@ -37,16 +34,6 @@ class OperatorClass(NamedTuple):
     tf32_setting: str = ""
     depends_on_strides: bool = False
     unless: tuple[str, Formula] | None = None
-
-
-def cost(name: str, inputs: Parts, outputs: Parts, spec: GPUSpec, precision: Format = "fp32") -> Cost:
-    """What the ATen operator `name` (no overload) takes on a GPU of `spec`."""
-    return class_of(name).cost(Operation(name, tuple(inputs), tuple(outputs), spec, precision))
-
-
-def class_of(name: str) -> OperatorClass:
-    """The class of the ATen operator `name`: its own, or that of all with its first word ("_foreach_*")."""
-    return CLASSES.get(name) or CLASSES.get(f"{name[: name.find('_', 1)]}_*", READS_AND_WRITES)
 
 
 def _moving(nbytes: Bytes, floor: float, kernels: int = 1, share: float = 1.0, host: float | None = 0.0) -> Formula:
@@ -74,11 +61,3 @@ def moves(row: str, nbytes: Bytes = all_bytes, is_fusible: bool = True, host: fl
 READS_AND_WRITES = OperatorClass(_moving(all_bytes, 1))
 FREE = OperatorClass(_moving(lambda operation: 0, 0, 0), is_fusible=False)
 CHARGED_ELSEWHERE = OperatorClass(_moving(lambda operation: 0, 0, 0, host=None), is_fusible=False)  # by the feature
-
-CLASSES: dict[str, OperatorClass] = {  # features add theirs
-    **dict.fromkeys(("zero_", "fill_", "zeros", "ones", "full", "zeros_like", "ones_like", "full_like", "new_zeros",
-                "new_ones", "new_full", "arange", "bernoulli_", "normal_", "uniform_", "random_", "randn", "rand",
-                "randint"), moves("fill", lambda operation: bytes_of(operation.outputs or operation.inputs[:1]))),
-    **dict.fromkeys(("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "set_",
-                "resize_", "lift_fresh", "_reshape_alias"), FREE),
-}  # fmt: skip

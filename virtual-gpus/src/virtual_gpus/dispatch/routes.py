@@ -6,7 +6,6 @@ recipe, gives the new storages blocks on the GPU, and puts the operator on the c
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from virtual_gpus.dispatch.mixed_devices import adopt_destination, resolve_commo
 from virtual_gpus.dispatch.op_call import OpCall, refuse_gpu_generator
 from virtual_gpus.dispatch.timing import charge_crossing, charge_op, charge_read
 from virtual_gpus.entrance import calling_frame
-from virtual_gpus.operators import Kind
+from virtual_gpus.operators import Kind, Route
 from virtual_gpus.placement.creation_sites import record_creation_site
 from virtual_gpus.placement.storages import follow_size, former_gpu_of, gpu_of, has_storage, has_values, storages
 from virtual_gpus.threads import seen, this_thread
@@ -112,7 +111,7 @@ def composite(call: OpCall) -> Any:
 
 
 # By `Operator.kind`.
-ROUTES: dict[Kind, Callable[..., Any]] = {
+ROUTES: dict[Kind, Route] = {
     "collective": collective, "composite": composite, "factory": creation.create, "list": lists, "crossing": crossing,
     "particular": particular, "ordinary": ordinary,
 }  # fmt: skip

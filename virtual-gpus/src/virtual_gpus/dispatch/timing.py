@@ -15,12 +15,12 @@ from typing import Any
 import torch
 
 from virtual_gpus.clock.clock import COPY_IN, COPY_OUT, TO_THE_CPU, TO_THE_GPU
-from virtual_gpus.clock.cost import cost
 from virtual_gpus.clock.links import PINNED_START, REACHED
 from virtual_gpus.clock.work import Cost, Format, Operand, Operation
 from virtual_gpus.dispatch.measured_calls import key_of
 from virtual_gpus.dispatch.op_call import OpCall
 from virtual_gpus.machine import VirtualGPU
+from virtual_gpus.operators import cost
 from virtual_gpus.placement.storages import allocation_of, gpu_of, is_pinned, tensors_in
 from virtual_gpus.threads import this_thread
 

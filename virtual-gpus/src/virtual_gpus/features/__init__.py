@@ -34,7 +34,6 @@ from types import ModuleType
 from typing import Any
 
 from virtual_gpus import operators, settings
-from virtual_gpus.clock import cost
 from virtual_gpus.dispatch import routes
 from virtual_gpus.machine import VirtualMachine
 from virtual_gpus.patches import captured, table
@@ -61,7 +60,6 @@ def _merged(name: str) -> dict[Any, Any]:
 
 
 operators.ROWS.update(_merged("OPERATORS"))
-cost.CLASSES.update({key: row.cost for key, row in operators.ROWS.items() if row.cost is not cost.READS_AND_WRITES})
 operators.ROUTES.update(routes.ROUTES | _merged("ROUTES"))
 creation_sites.LASTING.update(*_offered("LASTING"))
 TIMED = _merged("TIMED")

@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 
-from virtual_gpus.clock.cost import class_of
 from virtual_gpus.dispatch.op_call import OpCall
 from virtual_gpus.dispatch.timing import await_tensors
 from virtual_gpus.follower import Charger
 from virtual_gpus.machine import VirtualGPU
+from virtual_gpus.operators import row_of
 from virtual_gpus.placement.storages import allocation_of, nbytes, tensors_in
 from virtual_gpus.threads import OfEachThread, this_thread
 
@@ -36,7 +36,7 @@ class Fusion(Charger[VirtualGPU]):
             return False
         if call.op.is_view:
             return True
-        if not class_of(call.op.base).is_fusible:
+        if not row_of(call.op.base).cost.is_fusible:
             return False
         self._charge(call.gpu, call.op.base, call.tensors, unwritten=False)
         for tensor in tensors_in(result):
