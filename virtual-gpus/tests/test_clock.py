@@ -6,8 +6,9 @@ from contextlib import nullcontext
 import pytest
 import torch
 from virtual_gpus import active_machine, record_timeline, virtual_gpus
-from virtual_gpus.clock.clock import Clock, ConcurrentThreads, Track
+from virtual_gpus.clock.clock import Clock, Track
 from virtual_gpus.clock.work import Operand, added_on_host
+from virtual_gpus.features.data_parallel.parallel import ConcurrentThreads
 from virtual_gpus.gpus import kinds, spec
 from virtual_gpus.operators import cost
 

@@ -34,7 +34,7 @@ def modules(*args, **options):
 def train():
     import virtual_gpus as package
     from virtual_gpus import virtual_gpus
-    assert all(getattr(package, name) for name in package.__all__)
+    assert all(getattr(package, name) for name in package.__all__ if name != "RaceError" or "races" not in GONE)
     for feature in GONE & SETTINGS.keys():
         try:
             virtual_gpus(2, **SETTINGS[feature]).start()

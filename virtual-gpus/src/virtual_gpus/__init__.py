@@ -39,7 +39,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from virtual_gpus.errors import NotModelled, RaceError
+    from virtual_gpus.errors import NotModelled
+    from virtual_gpus.features.races import RaceError
     from virtual_gpus.placement.storages import block_address
     from virtual_gpus.switch import active_machine, renew_inherited, virtual_gpus
     from virtual_gpus.timeline.record import record_timeline
@@ -56,7 +57,7 @@ for _path in _LIMITS:  # each with what it is a limit of: a layer, or a feature,
     __doc__ = f"{__doc__}\n{_of}:\n\n{_path.read_text(encoding='utf-8')}"
 
 _MODULES = {name: f"virtual_gpus.{module}" for module, names in {
-    "errors": ("NotModelled", "RaceError"), "placement.storages": ("block_address",),
+    "errors": ("NotModelled",), "features.races": ("RaceError",), "placement.storages": ("block_address",),
     "switch": ("active_machine", "renew_inherited", "virtual_gpus"), "timeline.record": ("record_timeline",),
     "timeline.training": ("record_training", "transformer_flops"),
 }.items() for name in names}  # fmt: skip

@@ -26,10 +26,6 @@ class NotModelled(NotImplementedError):
     """A PyTorch function or operator that virtual GPUs do not model. They never fall back to the CPU silently."""
 
 
-class RaceError(RuntimeError):
-    """Two accesses to the same memory that nothing orders. On a real GPU, the numbers may be wrong."""
-
-
 def not_modelled(what: str, instead: str = "") -> NotModelled:
     """The error for `what` ("torch.cuda.CUDAGraph", "aten::foo"). instead: a sentence about another way."""
     return NotModelled(

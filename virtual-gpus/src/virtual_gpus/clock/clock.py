@@ -205,8 +205,8 @@ class Track:
 
 
 class Clock:
-    """`count` GPUs and their host. now: the host's time. share: how many threads share its interpreter, see
-    `ConcurrentThreads`."""
+    """`count` GPUs and their host. now: the host's time. share: how many threads share its interpreter, as
+    nn.DataParallel's replicas do."""
 
     def __init__(self, count: int, host: HostCosts = HOST):
         self.host = host
@@ -358,29 +358,3 @@ class Clock:
     def _record(self, span: Span) -> None:
         for timeline in self.timelines:
             timeline.add(span)
-
-
-class ConcurrentThreads:
-    """Threads of one Python process that run side by side: they share the interpreter, so each is slowed by the others.
-
-    Here they run one after the other. Each begins at the time when the first one began and pays each cost as many times
-    over as there are threads; the caller goes on when the last one is through. So run DataParallel's replicas.
-    """
-
-    def __init__(self, clock: Clock, members: int = 0):
-        self.clock, self.members, self.started = clock, members, False
-        self.began, self.issued, self.share = clock.now, clock.issued, clock.share
-        self.ended = self.began
-
-    def may_grow(self, clock: Clock) -> bool:
-        """Whether another thread may join. Nothing is issued while threads are made that run together."""
-        return clock is self.clock and not self.started and self.issued == clock.issued
-
-    def __enter__(self) -> None:
-        self.started = True
-        self.clock.now, self.clock.share = self.began, self.share * self.members
-
-    def __exit__(self, *_: object) -> None:
-        clock = self.clock
-        self.ended = max(self.ended, clock.now)
-        clock.now, clock.share = self.ended, self.share

@@ -21,7 +21,6 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from virtual_gpus.clock.clock import Arrival, Clock
 from virtual_gpus.dispatch.op_call import OpCall
 from virtual_gpus.entrance import program_frame, quoted_line
-from virtual_gpus.errors import RaceError
 from virtual_gpus.follower import Follower
 from virtual_gpus.machine import VirtualGPU, VirtualMachine
 from virtual_gpus.operators import Operator
@@ -35,6 +34,10 @@ _HOST: Place = (-1, "host")
 _WITHOUT_ACCESS = ("empty", "new_empty", "resize_", "set_", "record_stream", "lift_fresh", "_resize_output_")
 _KEPT = 64  # freed blocks that other streams may still use
 _sanitizer: OfEachThread[Any] = OfEachThread(None)  # PyTorch's own, a mode of one thread, while it is off
+
+
+class RaceError(RuntimeError):
+    """Two accesses to the same memory that nothing orders. On a real GPU, the numbers may be wrong."""
 
 
 class Moment(float):

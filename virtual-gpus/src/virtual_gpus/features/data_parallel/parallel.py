@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from virtual_gpus.clock.clock import ConcurrentThreads
+from virtual_gpus.clock.clock import Clock
 from virtual_gpus.clock.traffic import collective_seconds
 from virtual_gpus.features.blas import leave_handle, stands_in_for
 from virtual_gpus.machine import VirtualGPU, get_machine
@@ -68,6 +68,32 @@ def reduce(
 
 
 # ---- the replicas' threads ------------------------------------------------------------------------------------------
+
+
+class ConcurrentThreads:
+    """Threads of one Python process that run side by side: they share the interpreter, so each is slowed by the others.
+
+    Here they run one after the other. Each begins at the time when the first one began and pays each cost as many times
+    over as there are threads; the caller goes on when the last one is through.
+    """
+
+    def __init__(self, clock: Clock, members: int = 0):
+        self.clock, self.members, self.started = clock, members, False
+        self.began, self.issued, self.share = clock.now, clock.issued, clock.share
+        self.ended = self.began
+
+    def may_grow(self, clock: Clock) -> bool:
+        """Whether another thread may join. Nothing is issued while threads are made that run together."""
+        return clock is self.clock and not self.started and self.issued == clock.issued
+
+    def __enter__(self) -> None:
+        self.started = True
+        self.clock.now, self.clock.share = self.began, self.share * self.members
+
+    def __exit__(self, *_: object) -> None:
+        clock = self.clock
+        self.ended = max(self.ended, clock.now)
+        clock.now, clock.share = self.ended, self.share
 
 
 class SequentialThread:
