@@ -199,6 +199,20 @@ def test_operators_without_a_deterministic_algorithm_are_refused():
         dict(NOT_DETERMINISTIC)["put_"]()
 
 
+def test_what_cuda_refuses_and_the_cpu_computes():
+    x = torch.ones(2, 2, dtype=torch.int64, device="cuda")
+    assert (x[:0] @ x).shape == (0, 2)
+    for words, work in {
+        "\"addmm_cuda\" not implemented for 'Long'": lambda: x @ x,
+        "\"baddbmm_cuda\" not implemented for 'Int'": lambda: x[None].int() @ x[None].int(),
+        "getCudnnDataTypeFromScalarType() not supported for Long": lambda: F.conv1d(x[None], x[None]),
+        "GET was unable to find an engine": lambda: F.conv1d(x[None].int(), x[None].int()),
+        **({"Could not run 'aten::histogram.bin_ct'": lambda: x.float().histogram(2)} if torch.version.cuda else {}),
+    }.items():
+        with pytest.raises(RuntimeError, match=f"^{re.escape(words)}"):
+            work()
+
+
 def test_kernels_that_only_cuda_has():
     assert ROWS.cuda().histc(bins=2, min=0, max=1).tolist() == [1, 1]
     x, weight = image(1, 1, 4, 4).detach(), image(1, 1, 3, 3).detach()

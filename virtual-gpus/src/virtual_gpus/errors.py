@@ -45,21 +45,6 @@ def refusing(path: str, instead: str = "") -> Callable[..., Any]:
     return refused
 
 
-def invalid_device_ordinal() -> Exception:
-    """CUDA's error for a GPU that does not exist (c10/cuda/CUDAException.cpp)."""
-    return cuda_error("invalid device ordinal", "GPU device may be out of range, do you have enough GPUs?")
-
-
-def not_initialized() -> Exception:
-    """CUDA's error for work in a forked process whose parent has used CUDA."""
-    return cuda_error("initialization error", "cudaErrorInitializationError")
-
-
-def no_room_for_context() -> Exception:
-    """CUDA's error for a process that first uses a GPU when other processes have already filled it."""
-    return cuda_error("out of memory", "cudaErrorMemoryAllocation")
-
-
 def cuda_error(what: str, hint: str) -> Exception:
     """The exception of c10/cuda/CUDAException.cpp. hint: PyTorch's own, or the name of the error, to search for."""
     if hint.startswith("cudaError"):
@@ -73,6 +58,11 @@ def cuda_error(what: str, hint: str) -> Exception:
         "For debugging consider passing CUDA_LAUNCH_BLOCKING=1\n"
         "Device-side assertion tracking was not enabled by user."
     )
+
+
+def not_implemented(kernel: str, tensor: torch.Tensor) -> NotImplementedError:
+    """A kernel does not take such numbers (aten/src/ATen/Dispatch.h)."""
+    return NotImplementedError(f"\"{kernel}\" not implemented for '{scalar_type(tensor)}'")
 
 
 def wrong_generator(wanted: str, given: str) -> RuntimeError:
@@ -89,14 +79,6 @@ def needs_values(what: str) -> NeedsValues:
     return NeedsValues(
         f"With shapes_only=True, virtual GPUs keep no values, but {what} needs them. "
         "Leave out this call, or run without shapes_only."
-    )
-
-
-def host_memory_ran_out(operator: str) -> MemoryError:
-    """The error for when the computer's own memory is full, not that of the virtual GPU."""
-    return MemoryError(
-        f"This computer ran out of its own memory in {operator}. Virtual GPUs keep their tensors in that memory. "
-        "Use a smaller batch, or use shapes_only=True, which keeps no values."
     )
 
 

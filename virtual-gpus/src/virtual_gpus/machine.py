@@ -59,14 +59,14 @@ class VirtualGPU:
             self.machine.start_cuda()
             context = min(self.spec.context, self.memory // _CONTEXTS_THAT_FIT)
             if not device.has_room(context):
-                raise errors.no_room_for_context()
+                raise errors.cuda_error("out of memory", "cudaErrorMemoryAllocation")
             device.context = context
 
     def allocate(self, nbytes: int, owner: object) -> Block:
         """Allocate a block that lives as long as `owner`, on the current stream. Raises OutOfMemory."""
         allocator = self.allocator
         if self.machine.is_in_bad_fork:
-            raise errors.not_initialized()
+            raise errors.cuda_error("initialization error", "cudaErrorInitializationError")
         if not allocator.device.context:
             self.start_context()
         try:
@@ -268,7 +268,7 @@ def find_gpu(machine: VirtualMachine, device: torch.device, initialize: bool = T
         raise RuntimeError("No CUDA GPUs are available")
     index = machine.current if device.index is None else device.index
     if not 0 <= index < len(machine.gpus):
-        raise errors.invalid_device_ordinal()
+        raise errors.cuda_error("invalid device ordinal", "GPU device may be out of range, do you have enough GPUs?")
     if initialize and machine.is_in_bad_fork:
         raise RuntimeError(  # `torch.cuda._lazy_init`
             "Cannot re-initialize CUDA in forked subprocess. To use CUDA with multiprocessing, you must use the "

@@ -23,6 +23,8 @@ _KEYS = {"cuda": torch._C.DispatchKey.CUDA, "cpu": torch._C.DispatchKey.CPU,
 
 _CROSSES_DEVICES = {"copy_", "_foreach_copy_", "set_", "_copy_from", "_copy_from_and_resize", "record_stream",
                     "_has_compatible_shallow_copy_type"}  # fmt: skip
+# What C++ takes for CPU tensors in the place of CUDA's operators.
+_THE_CPU_S = ("_scaled_dot_product_flash_attention_for_cpu", "mkldnn_", "slow_conv3d_forward", "_functional_assert")
 Kind = Literal["composite", "factory", "collective", "list", "crossing", "particular", "ordinary"]
 _COLLECTIVES = ("c10d", "_c10d_functional", "_dtensor")  # namespaces
 _Schema, _Func = torch._C.FunctionSchema, torch._ops.OpOverload | torch._ops.HigherOrderOperator
@@ -86,11 +88,10 @@ class Operator:
         self._read_namespace(func)
         self._read_random_numbers(func)
         self.needs_values = bool({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & self.tags)
-        self.keeps_answers = _keeps_answers(self, func)
         row = row_of(self.base)
         self.formula, self.tf32_setting = row.cost.cost, row.cost.tf32_setting
         self.depends_on_strides, self.unless = row.cost.depends_on_strides, row.cost.unless
-        self.check, self.recipe = row.check, row.recipe
+        self.check, self.recipe = row.check or (_refuse if self.is_missing else None), row.recipe
         self.allowed_on_host, self.mixture = row.on_host, row.mixture
         self.route = ROUTES[self.kind]
 
@@ -114,12 +115,18 @@ class Operator:
         """What computes it, and whether that is one kernel, one for each tensor of lists, or several operators."""
         arguments, name, has = self._schema.arguments, func.name(), torch._C._dispatch_has_kernel_for_dispatch_key
         self.is_composite = self.kernels is not None or has(name, "CompositeImplicitAutograd") and not has(name, "CPU")
+        self.is_missing = False  # in PyTorch for CUDA; a build for CPUs alone cannot tell
+        self.keeps_answers = False  # it does no more to tensors without values than to make new ones from given ones
         if isinstance(func, torch._ops.OpOverload) and func.namespace == "aten":
+            on_cuda = not torch.version.cuda or torch._C._dispatch_has_computed_kernel_for_dispatch_key(name, "CUDA")
+            self.is_missing = not on_cuda and has(name, "CPU") and not self.base.startswith(_THE_CPU_S)
             instead = row_of(self.base).cpu_kernel
             self.kernel = (instead and instead(func)) or func._op  # as `func` does itself, with a call into Python
             takes = [a for a in arguments if "Tensor" in str(a.type)]
             self.takes_first = max((self.names.index(a.name) + 1 for a in takes if not a.kwarg_only), default=0)
             self.takes_by_name = any(a.kwarg_only for a in takes)
+            moves = self.is_view or self.crosses or self.changes_size or torch.Tag.inplace_view in self.tags
+            self.keeps_answers = bool(takes) and not moves
         self.is_collective = func.namespace in _COLLECTIVES
         self.is_fused = self.base.startswith("_fused_") and [a.type.kind() for a in arguments[:1]] == ["ListType"]
         self.by_element = self.is_fused or self.base.startswith("_foreach_") or self.is_collective
@@ -161,11 +168,9 @@ def _python_functions(func: _Func) -> dict[Any, Callable[..., Any]] | None:
     return {key: of[device] for device, key in _KEYS.items() if device in of} if None in of else None
 
 
-def _keeps_answers(op: Operator, func: _Func) -> bool:
-    """True if all that an operator does to tensors without values is to make new ones from given ones, if anything."""
-    takes_tensors = any("Tensor" in str(a.type) for a in op._schema.arguments)
-    moves = op.is_view or op.crosses or op.changes_size or torch.Tag.inplace_view in op.tags
-    return func.namespace == "aten" and takes_tensors and not moves
+def _refuse(call: _Call) -> None:
+    """Raise PyTorch's own error for an operator that it has no kernel of for CUDA."""
+    call.func.redispatch(torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA), *call.args, **call.kwargs)
 
 
 def _overload_with_generator(func: _Func) -> torch._ops.OpOverload | None:

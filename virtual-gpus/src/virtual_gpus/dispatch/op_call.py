@@ -144,7 +144,10 @@ def _run(call: OpCall, kernel: Callable[..., Any], args: tuple[Any, ...], kwargs
         return kernel(*args, **kwargs)
     except RuntimeError as error:
         if "DefaultCPUAllocator" in str(error):
-            raise errors.host_memory_ran_out(call.op.name) from None
+            raise MemoryError(
+                f"This computer ran out of its own memory in {call.op.name}. Virtual GPUs keep their tensors in that "
+                "memory. Use a smaller batch, or use shapes_only=True, which keeps no values."
+            ) from None
         if str(error).startswith("Could not run '") and "'CPU' backend" in str(error):
             name = f"{call.func.namespace}::{call.op.name}"
             raise errors.not_modelled(f"{name}, which exists only for CUDA") from None

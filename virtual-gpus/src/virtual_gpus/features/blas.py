@@ -16,10 +16,11 @@ from math import prod
 
 import torch
 
+from virtual_gpus import errors
 from virtual_gpus.clock.cost import READS_AND_WRITES, OperatorClass, moves
 from virtual_gpus.clock.cost_matmul import product
 from virtual_gpus.clock.work import Cost, Operation, added_on_host
-from virtual_gpus.dispatch.half_precision import in_its_type
+from virtual_gpus.dispatch.half_precision import MULTIPLIED, in_its_type
 from virtual_gpus.dispatch.op_call import OpCall
 from virtual_gpus.machine import Kept, VirtualGPU, active
 from virtual_gpus.memory_model import Library, blas_workspaces
@@ -96,6 +97,10 @@ _MATRICES = dict.fromkeys(("mm", "bmm"), slice(0, 2)) | dict.fromkeys(_BEHIND_BI
 _NO_MATRICES = slice(0)
 _WITHOUT_BIAS = ("mm", "bmm", "_int_mm", "_scaled_mm", "_grouped_mm")
 _HOST = added_on_host("product")
+# The kernels of operators that take no whole numbers (ATen/native/cuda/Blas.cpp).
+_KERNELS = dict.fromkeys(("mm", "addmm", "addmm_", "_addmm_activation", "addbmm", "addbmm_"), "addmm_cuda")
+_KERNELS |= dict.fromkeys(("bmm", "baddbmm", "baddbmm_"), "baddbmm_cuda") | dict.fromkeys(("dot", "vdot"), "dot")
+_KERNELS |= dict.fromkeys(("mv", "addmv", "addmv_"), "addmv_impl_cuda")
 
 
 def copied_bytes(matrix: torch.Tensor) -> int:
@@ -114,18 +119,21 @@ def copied_bytes(matrix: torch.Tensor) -> int:
 
 
 def with_workspace(call: OpCall, lt: bool = False) -> torch.Tensor:
-    """Have the result, then copies of matrices that cuBLAS cannot read, and its workspace: none if it is empty."""
+    """Have the result, then copies of matrices that cuBLAS cannot read, and its workspace: none if it is empty.
+    Raises NotImplementedError for whole numbers."""
+    first, empty = call.tensors[0], not all(map(torch.Tensor.numel, call.tensors))
+    if first.dtype not in MULTIPLIED and not empty and call.op.base in _KERNELS:
+        raise errors.not_implemented(_KERNELS[call.op.base], first)
     result = call.run()
-    if not all(map(torch.Tensor.numel, call.tensors)):
+    if empty:
         return result
     handles: Handles = call.gpu.feature_state.get(_handles) or _handles.of(call.gpu)  # the former spares calls
     matrices = call.args[_MATRICES.get(call.op.base, _NO_MATRICES)]
-    for matrix in matrices:
-        if not matrix.is_contiguous():
-            with call.scratch(*filter(None, map(copied_bytes, matrices))):
-                handles.work(lt)
-            return result
-    handles.work(lt)
+    if all(map(torch.Tensor.is_contiguous, matrices)):
+        handles.work(lt)
+        return result
+    with call.scratch(*filter(None, map(copied_bytes, matrices))):
+        handles.work(lt)
     return result
 
 
@@ -170,9 +178,8 @@ OPERATORS = {
     "_addmm_activation": Row(_PRODUCT, addmm),
     **dict.fromkeys(("_int_mm", "_scaled_mm"), Row(_PRODUCT, _LT)),
     "_grouped_mm": Row(_PRODUCT),
-    **dict.fromkeys(("mv", "addmv", "dot", "vdot"), Row(_VECTOR, with_workspace)),
+    **dict.fromkeys(("mv", "addmv", "addmv_", "dot", "vdot"), Row(_VECTOR, with_workspace)),
     **dict.fromkeys(("ger", "addr"), Row(_VECTOR)),
-    "addmv_": Row(_VECTOR, with_workspace),
     **dict.fromkeys(("linalg_solve_triangular", "triangular_solve"), Row(READS_AND_WRITES, with_workspace)),
 }
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from virtual_gpus import errors
 from virtual_gpus.clock.cost import OperatorClass
-from virtual_gpus.dispatch.half_precision import widened
+from virtual_gpus.dispatch.half_precision import MULTIPLIED, widened
 from virtual_gpus.dispatch.op_call import OpCall
 from virtual_gpus.dispatch.timing import precision_of
 from virtual_gpus.features.conv import convolution_costs, workspaces
@@ -117,6 +117,10 @@ def _packed(copies: ExitStack, gpu: VirtualGPU, tensor: Tensor, layout: torch.me
 def convolution(call: OpCall) -> Tensor:
     """`aten::convolution`, of one, two or three dimensions, transposed or not."""
     x, weight = call["input"], call["weight"]
+    if x.dtype not in MULTIPLIED:  # ATen/cudnn/Types.cpp, native/cudnn/Conv_v8.cpp: types it has, and no kernels for
+        no_kernel = x.dtype in (torch.int32, torch.int8, torch.uint8)
+        no_type = f"getCudnnDataTypeFromScalarType() not supported for {errors.scalar_type(x)}"
+        raise RuntimeError("GET was unable to find an engine to execute this computation" if no_kernel else no_type)
     if call.op.written or not x.numel():  # `out=` decides the layout itself; nothing in, nothing to do
         return call.run()
     result, on_cudnn = call.compute(), _on_cudnn(call, x, weight)

@@ -79,8 +79,7 @@ class ConcurrentThreads:
 
     def __init__(self, clock: Clock, members: int = 0):
         self.clock, self.members, self.started = clock, members, False
-        self.began, self.issued, self.share = clock.now, clock.issued, clock.share
-        self.ended = self.began
+        self.began, self.ended, self.issued, self.share = clock.now, clock.now, clock.issued, clock.share
 
     def may_grow(self, clock: Clock) -> bool:
         """Whether another thread may join. Nothing is issued while threads are made that run together."""
