@@ -208,6 +208,21 @@ def test_copies_from_pinned_memory_and_between_gpus_let_the_host_go_on(gpus):
     assert arrived - before >= PRODUCT + moved.numel() * 4 / gpus.topology.between(0, 1).bandwidth
 
 
+def test_a_copy_casts_and_packs_where_cuda_does(gpus):  # aten/src/ATen/native/cuda/Copy.cu
+    host, here, size = torch.empty(2048, 2048), matrix(n=2048), 1 << 23  # of half of it, or of float16
+    for sent, taken, copy in (
+        (1, 1, lambda: host.to("cuda", torch.float16)), (2, 3, lambda: host.to("cuda", torch.float16, True)),
+        (2, 0, lambda: here.to("cpu", torch.float16)), (1, 1, lambda: here[:, ::2].cpu()),
+        (1, 1, lambda: here[:, ::2].copy_(host[:, ::2])), (2, 0, lambda: here.copy_(torch.ones(1))),
+        (0, 0, lambda: here.copy_(here[0, 0])), (2, 0, lambda: torch._foreach_copy_([here], [host])),
+    ):  # fmt: skip
+        torch.cuda.reset_peak_memory_stats()
+        before, held = gpus.clock.now, torch.cuda.memory_allocated()
+        copy(), torch.cuda.synchronize()
+        assert gpus.clock.now - before == pytest.approx(sent * size / gpus.clock.host.pageable, abs=0.1 * MS)
+        assert torch.cuda.max_memory_allocated() - held == taken * size
+
+
 # ---- convolutions on tensor cores, and group norms
 
 

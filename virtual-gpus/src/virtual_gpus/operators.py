@@ -146,10 +146,10 @@ class Operator:
             return "composite"
         if "device" in self.names:
             return "factory"
-        if self.by_element:
-            return "collective" if self.is_collective else "list"
         if self.crosses:
             return "crossing"
+        if self.by_element:
+            return "collective" if self.is_collective else "list"
         return "particular" if self.check or self.needs_values or self.changes_size else "ordinary"
 
     def default(self, name: str) -> Any:

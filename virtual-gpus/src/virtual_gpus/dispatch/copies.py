@@ -6,18 +6,21 @@ the copy is an autograd function of its own, whose backward copies back to where
 
 from __future__ import annotations
 
-from typing import Any
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import torch
 
+from virtual_gpus.clock.work import Operand
 from virtual_gpus.dispatch import valueless
-from virtual_gpus.dispatch.timing import charge_copy
-from virtual_gpus.machine import VirtualGPU, active
+from virtual_gpus.dispatch.timing import Place, await_tensors, send, times
+from virtual_gpus.machine import active
+from virtual_gpus.operators import cost
+from virtual_gpus.placement import storages
 from virtual_gpus.placement.random_numbers import is_state
-from virtual_gpus.placement.storages import StorageAllocation, gpu_of, has_values, is_wrapper, pin, place, put
+from virtual_gpus.placement.storages import StorageAllocation, gpu_of, has_values, is_pinned, nbytes, pin, place, put
 
 Tensor, Dtype, Format = torch.Tensor, torch.dtype | None, torch.memory_format | None  # None: as it is
-Place = VirtualGPU | None  # None: the computer
 
 
 class ToCopy(torch.autograd.Function):
@@ -37,10 +40,9 @@ class ToCopy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:
         """Copy the gradient back; to the CPU if the source's virtual GPUs are off by now."""
-        if active() is None:
-            return gradient.to(ctx.source_dtype), None, None, None, None
         source = ctx.source if ctx.source is not None and ctx.source.machine.on else None
-        return move(gradient, source, ctx.source_dtype, None, False), None, None, None, None
+        back = gradient.to(ctx.source_dtype) if active() is None else move(gradient, source, ctx.source_dtype)
+        return back, None, None, None, None
 
     @staticmethod
     def jvp(ctx: Any, tangent: Tensor, *_: None) -> Tensor:
@@ -57,9 +59,7 @@ def move(
     tensor: Tensor, target: Place, dtype: Dtype = None, layout: Format = None, copy: bool = False, blocking: bool = True
 ) -> Tensor:
     """`tensor` on `target` as `dtype`: itself, or a copy that autograd follows. blocking: if the host waits for it."""
-    layout = layout or torch.preserve_format
-    dtype = dtype or tensor.dtype
-    source = gpu_of(tensor)
+    layout, dtype, source = layout or torch.preserve_format, dtype or tensor.dtype, gpu_of(tensor)
     if source is target and not copy and dtype == tensor.dtype:
         if layout is torch.preserve_format or tensor.is_contiguous(memory_format=layout):
             return tensor
@@ -81,15 +81,12 @@ def is_transformed() -> bool:
 
 def raw_copy(tensor: Tensor, target: Place, dtype: torch.dtype, layout: Format, blocking: bool = True) -> Tensor:
     """The copy itself, unseen by dispatch modes and by autograd. Raises the allocator's OutOfMemory."""
-    if is_wrapper(type(tensor)):
+    if storages.is_wrapper(type(tensor)):
         return _copy_of_wrapper(tensor, target, dtype, layout, blocking)
-    source = gpu_of(tensor)
-    made = _copied(tensor, target, dtype, layout)
-    into_pinned = target is None and source is not None and not blocking  # as `_to_copy` does (TensorConversions.cpp)
-    charge_copy("_to_copy", source, target, tensor, dtype, blocking, into_pinned)
-    made = pin(made) if into_pinned else made
-    if (here := source or target) is not None:
-        here.machine.follower.copy(tensor, made, blocking)
+    source, made = gpu_of(tensor), _copied(tensor, target, dtype, layout)
+    if target is None and source is not None and not blocking:  # as `_to_copy` does (TensorConversions.cpp)
+        pin(made)
+    charge_copy("_to_copy", tensor, made, blocking)
     return made
 
 
@@ -105,16 +102,69 @@ def _copy_of_wrapper(tensor: Any, *how: Any) -> Tensor:
 def _copied(tensor: Tensor, target: Place, dtype: torch.dtype, layout: Format) -> Tensor:
     if target is None and not has_values(tensor):
         return valueless.copy_to_host(torch.empty(tensor.shape, dtype=dtype, device="cpu"), tensor)
-    device = allocation = None
-    if target is not None and target.machine.shapes_only:
-        device = target.machine.tensor_device
+    device, allocation = None if target is None else target.machine.tensor_device, None
     if target is not None and tensor.layout == torch.strided:
         allocation = StorageAllocation(target, tensor.numel() * dtype.itemsize)  # first: what cannot fit fills nothing
     with torch._C._DisableTorchDispatch(), torch.no_grad():
         layout = layout if tensor.layout == torch.strided else None
         made = torch.ops.aten._to_copy.default(tensor, dtype=dtype, device=device, memory_format=layout)
     if allocation is not None:
-        put(made, allocation)
-    elif target is not None:
-        place(made, target)
-    return made
+        return put(made, allocation)
+    return made if target is None else place(made, target)
+
+
+class CopyPlan(NamedTuple):
+    """Bytes over the link (0: within a GPU), and those of each temporary at both ends, in the order of the copy."""
+
+    sent: int
+    at_source: list[int]
+    at_target: list[int]
+
+
+def plan_copy(source: Tensor, target: Tensor, blocking: bool) -> CopyPlan:
+    """How CUDA does `target.copy_(source)` (aten/src/ATen/native/cuda/Copy.cu).
+
+    GPUs reach each other's memory, so there it is one kernel. Between the computer and a GPU, both ends are packed and
+    of one type: temporaries, if the tensors are not. The CPU casts, and with `non_blocking=True` the GPU.
+    """
+    ends, at_source, casts = (gpu_of(source), gpu_of(target)), list[int](), source.dtype != target.dtype
+    is_dense = source.layout == torch.strided and not source.is_nested  # others are counted as one block
+    if None not in ends or not is_dense or (not casts and lie_alike(source, target)):
+        return CopyPlan(nbytes(target) if ends[0] is not ends[1] else 0, [], [])
+    casts_first, packed = (ends[0] is not None) is not blocking, source.is_contiguous()
+    if casts and casts_first:  # keeps the order of the dimensions, and leaves gaps out
+        at_source = [source.numel() * target.dtype.itemsize]
+        strides = [stride for size, stride in zip(source.shape, source.stride(), strict=True) if size > 1]
+        packed = strides == sorted(strides, reverse=True)
+    sent = target.numel() * (target if casts_first else source).dtype.itemsize
+    if not packed or source.numel() != target.numel():
+        at_source.append(sent)
+    return CopyPlan(sent, at_source, [] if target.is_contiguous() and (casts_first or not casts) else [sent])
+
+
+def lie_alike(one: Tensor, other: Tensor) -> bool:
+    """True if the elements of both lie side by side in one order (`is_contiguous` in TensorIterator.cpp)."""
+    if one.layout != torch.strided or (one.is_contiguous() and other.is_contiguous()):
+        return one.numel() == other.numel()
+    steps, others = ([(n, by) for n, by in zip(t.shape, t.stride(), strict=True) if n != 1] for t in (one, other))
+    return steps == others and sum((n - 1) * by for n, by in steps) == one.numel() - 1
+
+
+def charge_copy(name: str, source: Tensor, target: Tensor, blocking: bool) -> None:
+    """Take the GPU's temporaries of `target.copy_(source)`, and put on the clock what the CPU does not do of it. Raises
+    the allocator's OutOfMemory."""
+    here, there, plan = gpu_of(source), gpu_of(target), plan_copy(source, target, blocking)
+    if (gpu := here or there) is None:
+        return
+    passes = [*plan.at_target, nbytes(target)] if here is None else [nbytes(source), *plan.at_source]
+    if here is not None:
+        await_tensors(here, [source])
+    with storages.scratch(gpu, *(plan.at_target if here is None else plan.at_source)):
+        if here is None:
+            send(plan.sent, None, there, is_pinned(source) and not plan.at_source, blocking)
+        for read, written in pairwise([*passes, nbytes(target)] if here is there else passes):
+            needs = times(gpu, cost(name, (Operand((read,), 1),), (Operand((written,), 1),), gpu.spec))
+            gpu.machine.clock.launch(gpu.slot, gpu.stream, needs.seconds, needs.host, name, needs.further)
+        if here is not None and here is not there and (there is None or here.machine is there.machine):
+            send(plan.sent, here, there, is_pinned(target) and not plan.at_target, blocking)
+    gpu.machine.follower.copy(source, target, blocking)

@@ -42,37 +42,20 @@ def place_rows(columns: list[Sequence[torch.Tensor]], gpus: Sequence[VirtualGPU 
 
 
 def columns_of(call: OpCall) -> tuple[list[Sequence[torch.Tensor]], list[VirtualGPU | None]]:
-    """The lists of tensors among the arguments, and the GPUs of the first. Raises where a row is on several devices."""
-    columns = _columns(call)
-    first: Sequence[torch.Tensor] = next(iter(columns), ())
-    if call.on_one_gpu:
-        return columns, [call.gpu] * len(first)
-    if not call.op.is_collective and not call.op.crosses:  # collectives have rules of their own
-        _refuse_mixtures(columns)
-    return columns, list(map(gpu_of, first))
+    """The lists of tensors among the arguments, and the GPUs of the first. Raises where a row is on several devices.
 
-
-def _columns(call: OpCall) -> list[Sequence[torch.Tensor]]:
-    """The lists of tensors among the arguments; `_foreach_pow` may begin with a number. A collective's lone tensors
-    count as lists of one."""
-    found: list[Sequence[torch.Tensor]] = []
+    `_foreach_pow` may begin with a number. A collective's lone tensors count as lists of one.
+    """
+    columns: list[Sequence[torch.Tensor]] = []
     for value in (*call.args, *call.kwargs.values()):
         if isinstance(value, (list, tuple)) and value and isinstance(value[0], torch.Tensor):
-            found.append(value)
-        elif isinstance(value, torch.Tensor) and not found:
-            found.append([value])
-    return found
-
-
-def _refuse_mixtures(columns: list[Sequence[torch.Tensor]]) -> None:
-    """Elements of one position must share a device; a 0-dim CPU tensor counts as a number."""
-    for first, *others in zip(*columns, strict=False):
-        gpu = gpu_of(first)
-        for other in others:
-            where = gpu_of(other)
-            if where is not gpu and not _is_number(first, gpu) and not _is_number(other, where):
-                raise errors.two_devices(*sorted((device_of(first), device_of(other)), key=str, reverse=True))
-
-
-def _is_number(tensor: torch.Tensor, gpu: VirtualGPU | None) -> bool:
-    return gpu is None and tensor.dim() == 0
+            columns.append(value)
+        elif isinstance(value, torch.Tensor) and not columns:
+            columns.append([value])
+    if not (call.on_one_gpu or call.op.is_collective):  # these have rules of their own
+        for row in zip(*columns, strict=False):  # a 0-dim CPU tensor counts as a number
+            found = {gpu: tensor for tensor in row if (gpu := gpu_of(tensor)) is not None or tensor.dim()}
+            if len(found) > 1:
+                raise errors.two_devices(*sorted(map(device_of, [*found.values()][:2]), key=str, reverse=True))
+    first: Sequence[torch.Tensor] = next(iter(columns), ())
+    return columns, [call.gpu] * len(first) if call.on_one_gpu else list(map(gpu_of, first))

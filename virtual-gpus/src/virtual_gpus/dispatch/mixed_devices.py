@@ -31,13 +31,6 @@ def resolve_common_device(call: OpCall) -> None:
             raise _mixture_error(call, name, common, device)
 
 
-def adopt_destination(call: OpCall) -> None:
-    """DDP's buckets are made in C++ and filled later: the first copy from a GPU shows whose they are."""
-    target = call.args[0] if call.args else None
-    if isinstance(target, torch.Tensor) and gpu_of(target) is None and may_be_adopted(target, call.site):
-        place(target, call.gpu)
-
-
 def _is_free_scalar(call: OpCall, name: str, tensor: torch.Tensor) -> bool:
     """A 0-dim CPU tensor counts as a number, unless the operator writes to it or checks every argument."""
     return tensor.dim() == 0 and name not in call.op.written and not errors.checks_each_argument(call.op.name)

@@ -12,13 +12,14 @@ import torch
 
 from virtual_gpus import errors
 from virtual_gpus.dispatch import creation, foreach_ops, valueless
-from virtual_gpus.dispatch.mixed_devices import adopt_destination, resolve_common_device
+from virtual_gpus.dispatch.copies import charge_copy, lie_alike
+from virtual_gpus.dispatch.mixed_devices import resolve_common_device
 from virtual_gpus.dispatch.op_call import OpCall, refuse_gpu_generator
-from virtual_gpus.dispatch.timing import charge_crossing, charge_op, charge_read
+from virtual_gpus.dispatch.timing import charge_op, charge_read
 from virtual_gpus.entrance import calling_frame
 from virtual_gpus.operators import Kind, Route
-from virtual_gpus.placement.creation_sites import record_creation_site
-from virtual_gpus.placement.storages import follow_size, former_gpu_of, gpu_of, has_storage, has_values, storages
+from virtual_gpus.placement.creation_sites import may_be_adopted, record_creation_site
+from virtual_gpus.placement.storages import follow_size, former_gpu_of, gpu_of, has_storage, has_values, place, storages
 from virtual_gpus.threads import seen, this_thread
 
 _CUDA, _CPU = torch._C.DispatchKey.CUDA, torch._C.DispatchKey.CPU
@@ -64,14 +65,31 @@ def crossing(call: OpCall) -> Any:
     """`copy_` and others whose tensors may be on different devices."""
     if call.gpu is None:
         return on_host(call)
-    adopt_destination(call)
-    valueless.prepare(call)
-    if call.op.base == "copy_" and gpu_of(call.args[0]) is None and not has_values(call.args[1]):
-        charge_crossing(call)
-        return valueless.copy_to_host(*call.args[:2])
-    result = call.compute()
-    charge_crossing(call)
+    if call.op.by_element:
+        return _copy_lists(call)
+    is_copy, target = call.op.base == "copy_", call.args[0]
+    if gpu_of(target) is None and may_be_adopted(target, call.site):
+        place(target, call.gpu)  # one of DDP's buckets, which C++ makes: the first copy from a GPU shows whose it is
+    if is_copy and gpu_of(target) is None and not has_values(call.args[1]):
+        result = valueless.copy_to_host(*call.args[:2])
+    else:
+        valueless.prepare(call)
+        result = call.compute()
+    if is_copy:
+        charge_copy("copy_", call.tensors[1], call.tensors[0], not call["non_blocking"])
     return result
+
+
+def _copy_lists(call: OpCall) -> Any:
+    """One kernel for lists whose pairs lie alike on one GPU, else copies (native/cuda/ForeachBinaryOpList.cu)."""
+    targets, sources = call["self"], call["src"]
+    if len(targets) != len(sources):
+        return on_host(call)  # which refuses it
+    if call.on_one_gpu and len({part.dtype for part in sources}) == 1 and all(map(lie_alike, sources, targets)):
+        return foreach_ops.run(call)
+    for pair in zip(targets, sources, strict=True):
+        crossing(OpCall(torch.ops.aten.copy_.default, (*pair, call["non_blocking"]), {}))
+    return None
 
 
 def lists(call: OpCall) -> Any:

@@ -21,7 +21,7 @@ from virtual_gpus.dispatch.measured_calls import key_of
 from virtual_gpus.dispatch.op_call import OpCall
 from virtual_gpus.machine import VirtualGPU
 from virtual_gpus.operators import cost
-from virtual_gpus.placement.storages import allocation_of, gpu_of, is_pinned, tensors_in
+from virtual_gpus.placement.storages import allocation_of, gpu_of, tensors_in
 from virtual_gpus.threads import this_thread
 
 Tensors, TensorList = Iterable[torch.Tensor], Sequence[torch.Tensor]
@@ -144,71 +144,32 @@ def charge_read(call: OpCall) -> None:
     clock.notice(clock.mark(gpu.slot, gpu.stream), gpu.slot)
 
 
-def charge_crossing(call: OpCall) -> None:
-    """`copy_`, whose two tensors may be on different devices; others that may have those take no time."""
-    if call.op.base == "copy_" and len(call.tensors) == 2:
-        target, source = call.tensors
-        ends = gpu_of(source), gpu_of(target)
-        charge_copy("copy_", *ends, source, target.dtype, not call["non_blocking"], is_pinned(target))
-
-
-def charge_copy(
-    name: str, source: Place, target: Place, tensor: torch.Tensor, dtype: torch.dtype, blocking: bool, pinned: bool
-) -> None:
-    """A copy of `tensor` from one GPU (None: the computer) to another. A cast is a kernel on the source's side."""
-    nbytes, itemsize = tensor.numel() * tensor.dtype.itemsize, dtype.itemsize
-    here = source or target
-    if here is None:
-        return
-    if source is not None:
-        await_tensors(source, [tensor])
-    if source is target or (dtype != tensor.dtype and source is not None):
-        shape = (tensor.numel(),)
-        parts = (Operand(shape, tensor.dtype.itemsize),), (Operand(shape, itemsize),)
-        cast = times(here, cost(name, *parts, here.spec))
-        here.machine.clock.launch(here.slot, here.stream, cast.seconds, cast.host, name, cast.further)
-    if source is target or (source and target and source.machine is not target.machine):
-        return
-    if source is not None and target is not None:
-        _peer_copy(source, target, tensor.numel() * itemsize)
-    else:
-        pinned = pinned if source is not None else is_pinned(tensor)
-        _host_copy(here, nbytes if source is None else tensor.numel() * itemsize, pinned, blocking, source is None)
-
-
-def _host_copy(gpu: VirtualGPU, nbytes: int, pinned: bool, blocking: bool, inwards: bool) -> None:
-    """A copy between the computer's memory and `gpu`, in its current stream.
+def send(size: int, source: Place, target: Place, pinned: bool, blocking: bool) -> None:
+    """So many bytes over a link. It waits for the current streams of its GPUs, and they for it.
 
     Pageable memory goes through a buffer of the driver, so the host stands still meanwhile; from pinned memory, with
     `non_blocking=True`, it goes on. Each GPU has one engine for copies in each direction.
     """
-    clock, slot, stream = gpu.machine.clock, gpu.slot, gpu.stream
-    link, pace, lane = gpu.machine.topology.pcie, clock.host, COPY_IN if inwards else COPY_OUT
-    now = clock.spend(pace.copy, slot)
-    speed, latency = link.bandwidth * REACHED, link.latency * PINNED_START
+    ends = [(gpu, lane) for gpu, lane in ((source, COPY_OUT), (target, COPY_IN)) if gpu is not None]
+    (first, _), (last, _) = ends[0], ends[-1]
+    clock, link, name = first.machine.clock, first.machine.topology.pcie, TO_THE_GPU if source is None else TO_THE_CPU
+    latency = link.latency * PINNED_START
+    if first is not last:
+        link, name = first.machine.topology.between(first.slot, last.slot), f"cuda:{first.index} to cuda:{last.index}"
+        pinned, blocking, latency = True, False, link.latency
+    speed = link.bandwidth * REACHED
     if not pinned:
-        speed, latency, blocking = min(speed, pace.pageable), pace.pageable_copy, True
-    start = max(now, clock.mark(slot, stream), clock.ready(slot, lane))
-    end = start + latency + nbytes / speed
-    clock.occupy(slot, lane, start, end, "copy", TO_THE_GPU if inwards else TO_THE_CPU, kernel=False)
-    clock.hold(slot, stream, end)
+        speed, latency, blocking = min(speed, clock.host.pageable), clock.host.pageable_copy, True
+    clock.hand_over(first.slot, last.slot)
+    now = clock.spend(clock.host.copy, first.slot)
+    clock.hand_over(first.slot, last.slot)
+    start = max(now, *(clock.ready(gpu.slot, lane) for gpu, engine in ends for lane in (gpu.stream, engine)))
+    end = start + latency + size / speed
+    for gpu, engine in ends:
+        clock.occupy(gpu.slot, engine, start, end, "copy", name, kernel=False)
+        clock.hold(gpu.slot, gpu.stream, end)
     if blocking:
-        clock.wait(end, slot)
-
-
-def _peer_copy(source: VirtualGPU, target: VirtualGPU, nbytes: int) -> None:
-    """A copy from GPU to GPU. It waits for both current streams, and both wait for it."""
-    clock = source.machine.clock
-    clock.hand_over(source.slot, target.slot)
-    now = clock.spend(clock.host.copy, source.slot)
-    clock.hand_over(source.slot, target.slot)
-    link = source.machine.topology.between(source.slot, target.slot)
-    ends = (source.slot, source.stream, COPY_OUT), (target.slot, target.stream, COPY_IN)
-    start = max(now, *(clock.ready(slot, lane) for slot, *lanes in ends for lane in lanes))
-    end = start + link.latency + nbytes / (link.bandwidth * REACHED)
-    for slot, stream, lane in ends:
-        clock.occupy(slot, lane, start, end, "copy", f"cuda:{source.index} to cuda:{target.index}", kernel=False)
-        clock.hold(slot, stream, end)
+        clock.wait(end, first.slot)
 
 
 def await_tensors(gpu: VirtualGPU, tensors: Iterable[torch.Tensor]) -> None:

@@ -15,9 +15,7 @@ from virtual_gpus.placement.storages import gpu_of
 
 def prepare(call: OpCall) -> None:
     """Turn CPU tensors that may meet a GPU's (indices, sources of a copy) into meta tensors; keep 0-dim ones."""
-    if call.on_one_gpu or not call.gpu.machine.shapes_only:
-        return
-    if call.op.base != "copy_" or gpu_of(call.args[0]) is not None:
+    if not call.on_one_gpu and call.gpu.machine.shapes_only:
         call.args = tuple(_as_shape(a) for a in call.args)
         call.kwargs = {k: _as_shape(v) for k, v in call.kwargs.items()}
 

@@ -200,12 +200,8 @@ class RaceChecker(Follower[VirtualGPU]):
     def follow(self, call: OpCall) -> Any:
         """Run an operator, after a look at what it reads and writes. Raises RaceError."""
         op = call.op
-        if _has_no_access(op):
+        if _has_no_access(op) or (op.base in ("copy_", "_foreach_copy_") and not call.on_one_gpu):  # `copy` is told
             return op.route(call)
-        if op.base == "copy_" and len(call.tensors) == 2 and gpu_of(call.tensors[0]) is not gpu_of(call.tensors[1]):
-            result = op.route(call)
-            self.copy(call.tensors[1], call.tensors[0], blocking=not call["non_blocking"])
-            return result
         works = _IssuedByGPU(self._order, op.base)
         written = {id(tensor) for name, tensor in call.named_tensors() if name in op.written} if op.written else ()
         for tensor in call.tensors:

@@ -16,13 +16,13 @@ from virtual_gpus import errors
 from virtual_gpus.clock.cost import FITTED, READS_AND_WRITES, OperatorClass, bytes_of, moves
 from virtual_gpus.clock.work import Cost, Operation
 from virtual_gpus.dispatch.op_call import OpCall
-from virtual_gpus.dispatch.timing import charge_copy, charge_read
+from virtual_gpus.dispatch.timing import charge_read, send
 from virtual_gpus.dispatch.valueless import is_mask
 from virtual_gpus.features.recipes import not_deterministic
 from virtual_gpus.features.recipes.packed_inputs import packed, packed_copies
 from virtual_gpus.operators import Row
 from virtual_gpus.patches.table import Patch
-from virtual_gpus.placement.storages import gpu_of, nbytes
+from virtual_gpus.placement.storages import gpu_of, is_pinned, nbytes
 from virtual_gpus.threads import this_thread
 
 _INDICES_WALKED = 3072  # by one block of threads; more are sorted
@@ -75,7 +75,7 @@ def send_indices(call: OpCall) -> None:
     """The host waits while integers that lie on the CPU are copied to the GPU."""
     for index in call["indices"]:
         if index is not None and gpu_of(index) is None and not is_mask(index):
-            charge_copy("_to_copy", None, call.gpu, index, index.dtype, blocking=True, pinned=False)
+            send(nbytes(index), None, call.gpu, is_pinned(index), blocking=True)
 
 
 def send_and_count(call: OpCall) -> None:
