@@ -201,7 +201,7 @@ def test_operators_without_a_deterministic_algorithm_are_refused():
 
 def test_what_cuda_refuses_and_the_cpu_computes():
     x = torch.ones(2, 2, dtype=torch.int64, device="cuda")
-    assert (x[:0] @ x).shape == (0, 2)
+    assert (x[:0] @ x).shape == (0, 2) and F.avg_pool2d(x[None], 2).item() == 1
     for words, work in {
         "\"addmm_cuda\" not implemented for 'Long'": lambda: x @ x,
         "\"baddbmm_cuda\" not implemented for 'Int'": lambda: x[None].int() @ x[None].int(),

@@ -99,7 +99,7 @@ def _issue(
 def charge_kernel(
     gpu: VirtualGPU, name: str, inputs: list[torch.Tensor], outputs: list[torch.Tensor], trains: bool = False
 ) -> None:
-    """Work that the dispatch mode does not see, as the operator that CUDA would have run. trains: see `launch`."""
+    """Work that the dispatch mode does not see, as what CUDA would have run. trains: if autograd notes it down."""
     written = [tensor for tensor in outputs if not any(tensor is given for given in inputs)]  # some stand for a shape
     launch(gpu, name, cost(name, operands(inputs), operands(outputs), gpu.spec), inputs, trains, written)
 

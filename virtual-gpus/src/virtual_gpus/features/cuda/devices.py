@@ -16,7 +16,7 @@ from virtual_gpus.placement.random_numbers import Generator, default_generator
 
 
 def gpu_at(device: Device = None, initialize: bool = True) -> VirtualGPU:
-    """The GPU that an index, a name, a device or None (the current one) means. initialize: see `find_gpu`."""
+    """The GPU that an index, a name, a device or None (the current one) means. initialize: if CUDA would."""
     enter_thread()
     machine = get_machine()
     index = machine.current if device is None else torch.cuda._utils._get_device_index(device, optional=True)

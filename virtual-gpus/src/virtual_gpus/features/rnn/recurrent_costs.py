@@ -20,7 +20,7 @@ _FITTED = figures.beside(__file__)["time"]
 def charge_recurrent(
     gpu: VirtualGPU, net: Network, inputs: Sequence[torch.Tensor], trains: bool, backward: bool
 ) -> None:
-    """Put a network's forward or backward pass on the clock. trains: see `launch`."""
+    """Put a network's forward or backward pass on the clock. trains: if autograd notes it down."""
     charge = _cost(net, gpu.spec, precision_of("", [part.dtype for part in inputs]), backward)
     launch(gpu, "_cudnn_rnn_backward" if backward else "_cudnn_rnn", charge, inputs, trains)
 
