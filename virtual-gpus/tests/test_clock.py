@@ -216,9 +216,8 @@ def test_a_copy_casts_and_packs_where_cuda_does(gpus):  # aten/src/ATen/native/c
         (1, 1, lambda: here[:, ::2].copy_(host[:, ::2])), (2, 0, lambda: here.copy_(torch.ones(1))),
         (0, 0, lambda: here.copy_(here[0, 0])), (2, 0, lambda: torch._foreach_copy_([here], [host])),
     ):  # fmt: skip
-        torch.cuda.reset_peak_memory_stats()
         before, held = gpus.clock.now, torch.cuda.memory_allocated()
-        copy(), torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats(), copy(), torch.cuda.synchronize()
         assert gpus.clock.now - before == pytest.approx(sent * size / gpus.clock.host.pageable, abs=0.1 * MS)
         assert torch.cuda.max_memory_allocated() - held == taken * size
 
