@@ -15,7 +15,7 @@ from virtual_gpus.machine import VirtualGPU
 from virtual_gpus.operators import KNOWN, operator
 from virtual_gpus.placement.creation_sites import Site, calling_site
 from virtual_gpus.placement.random_numbers import count_draws, default_generator, device_of_generator, drawing_from
-from virtual_gpus.placement.storages import UNRECORDED, Record, gpu_of, place_all, put, scratch, tensors_in
+from virtual_gpus.placement.storages import UNRECORDED, Record, follow_size, gpu_of, place_all, put, scratch, tensors_in
 from virtual_gpus.threads import this_thread
 
 
@@ -94,14 +94,19 @@ class OpCall:
         return _run(self, self.kernel, self.args, self.kwargs)
 
     def place(self, result: Any) -> Any:
-        """Give results their blocks on the GPU: a tensor, None, or lists of them. Returns `result`."""
+        """Give results their blocks on the GPU: a tensor, None, or lists of them; `out=` grows. Returns `result`."""
         place_all(result, self.gpu)
+        if self.op.changes_size:
+            for _, tensor in self.named_tensors():
+                follow_size(tensor)
         return result
 
-    def run(self) -> Any:
-        """Compute, and place all results in the order in which they are returned."""
-        result = self.compute()
-        place_all(result, self.gpu)
+    def run(self, *then: int) -> Any:
+        """Compute, and place all results in the order in which they are returned. then: `scratch` for after that."""
+        result = self.place(self.compute())
+        if then:
+            with self.scratch(*then):
+                pass
         return result
 
     def run_in_place(self, tensor: torch.Tensor) -> torch.Tensor:

@@ -121,7 +121,7 @@ def copied_bytes(matrix: torch.Tensor) -> int:
 def with_workspace(call: OpCall, lt: bool = False) -> torch.Tensor:
     """Have the result, then copies of matrices that cuBLAS cannot read, and its workspace: none if it is empty.
     Raises NotImplementedError for whole numbers."""
-    first, empty = call.tensors[0], not all(map(torch.Tensor.numel, call.tensors))
+    first, empty = call.tensors[0], not all(map(torch.Tensor.numel, call.tensors[: call.op.takes_first]))
     if first.dtype not in MULTIPLIED and not empty and call.op.base in _KERNELS:
         raise errors.not_implemented(_KERNELS[call.op.base], first)
     result = call.run()

@@ -17,10 +17,11 @@ from virtual_gpus.arithmetic import ceil_div, rounded_up
 from virtual_gpus.clock.cost import READS_AND_WRITES, moves
 from virtual_gpus.dispatch.op_call import OpCall
 from virtual_gpus.operators import Row
+from virtual_gpus.placement.storages import ScratchBlock
 from virtual_gpus.timeline.peak import BUFFERS, GATHERED, GRADIENTS, PARAMETERS
 
 _THREADS, _BYTES = 128, 128 * 16  # of one block: its threads, and what it copies at a time
-_NUMBER = 8  # bytes
+_NUMBER = 8  # bytes; their block is free at once for the next request of this stream, whose work comes later
 _is_dense = torch.ops.aten.is_non_overlapping_and_dense
 _CAST = torch.bfloat16, torch.float32  # the types between which chunk_cat casts on the way
 
@@ -40,7 +41,7 @@ def split_with_sizes_copy(call: OpCall) -> list[torch.Tensor] | None:
     factor = ceil_div(blocks * chunks, at_once)
     repeats = ceil_div(factor, min(math.ceil(math.sqrt(factor)), chunks)) if factor else 1
     blocks = sum(ceil_div(nbytes, _BYTES * repeats) for nbytes in per_chunk)
-    _take_numbers(call, 4 * len(sizes) + 1 + blocks)
+    ScratchBlock(call.gpu, _NUMBER * (4 * len(sizes) + 1 + blocks))
     return call.run()
 
 
@@ -57,7 +58,7 @@ def chunk_cat(call: OpCall) -> torch.Tensor:
     if fits and (out is not None or not mixed):
         rows = [_padded_shape(tensor.shape, dim, chunks) for tensor in tensors]
         blocks = sum(ceil_div(math.prod(shape[dim:]) // chunks * wanted.itemsize, _BYTES) for shape in rows)
-        _take_numbers(call, 6 * len(tensors) + 2 + blocks)
+        ScratchBlock(call.gpu, _NUMBER * (6 * len(tensors) + 2 + blocks))
         return call.run()
     copies = [tensor.numel() * wanted.itemsize for tensor in tensors if mixed and tensor.dtype != wanted]
     for tensor in tensors:
@@ -66,11 +67,6 @@ def chunk_cat(call: OpCall) -> torch.Tensor:
             copies.append(padded * (wanted if mixed else tensor.dtype).itemsize)
     with call.scratch(*copies):
         return call.run()
-
-
-def _take_numbers(call: OpCall, count: int) -> None:
-    with call.scratch(_NUMBER * count):
-        pass  # the block is free for the next request of this stream, whose work comes later
 
 
 def _padded_shape(shape: Sequence[int], dim: int, chunks: int) -> list[int]:

@@ -26,23 +26,19 @@ _LAST_BLOCK, _ELEMENTS_PER_THREAD = 512, 16  # of the channels-last kernels
 
 def layer_norm(call: OpCall) -> tuple[torch.Tensor, ...]:
     """Mean and deviation of each row are floats, where the CPU keeps those of half types in half precision."""
-    sizes = packed_copies(call, ("input",))
     result = call.compute()
     call.place(result[0])
     for kept in result[1:]:
         if kept.element_size() < 4:
             put(kept, StorageAllocation(call.gpu, kept.numel() * 4))
     call.place(result)
-    with call.scratch(*sizes):
+    with call.scratch(*packed_copies(call, ("input",))):
         return result
 
 
 def layer_norm_backward(call: OpCall) -> tuple[torch.Tensor, ...]:
     """With very many rows, the gradients of weight and bias are added up in two steps (layer_norm_kernel.cu)."""
-    sizes = packed_copies(call, ("input", "grad_out"))
-    result = call.run()
-    with call.scratch(*sizes, *_partial_gradients(call)):
-        return result
+    return call.run(*packed_copies(call, ("input", "grad_out")), *_partial_gradients(call))
 
 
 def _partial_gradients(call: OpCall) -> list[int]:
@@ -57,27 +53,22 @@ def _partial_gradients(call: OpCall) -> list[int]:
 
 def group_norm(call: OpCall) -> tuple[torch.Tensor, ...]:
     """A scale and a shift per sample and channel, in float."""
-    size = call["N"] * call["C"] * 4
-    with call.scratch(size, size, *packed_copies(call, ("input",))):
+    with call.scratch(*[call["N"] * call["C"] * 4] * 2, *packed_copies(call, ("input",))):
         return call.run()
 
 
 def group_norm_backward(call: OpCall) -> tuple[torch.Tensor, ...]:
     """Sums and factors per sample and channel, and two factors per group."""
     channels, groups = call["N"] * call["C"] * 4, call["N"] * call["group"] * 4
-    sizes = [channels, channels] + ([channels] if call["weight"] is not None else []) + [groups, groups]
     with call.scratch(*packed_copies(call, ("grad_out", "input"))):
-        result = call.run()
-        with call.scratch(*sizes):
-            return result
+        return call.run(*[channels] * (2 if call["weight"] is None else 3), groups, groups)
 
 
 def batch_norm(call: OpCall) -> tuple[torch.Tensor, ...]:
     """cuDNN's for (N, C, ...), PyTorch's own kernels for (N, C), half types with half weights and channels_last."""
-    result, tensor = call.run(), call["input"]
-    if call["training"] and not _cudnn(tensor, call["weight"]) and _channels_last(tensor):
-        _partial_sums(call, tensor, 4)
-    return result
+    tensor = call["input"]
+    adds = call["training"] and not _cudnn(tensor, call["weight"]) and _channels_last(tensor)
+    return call.run(*_partial_sums(tensor, 4) if adds else ())
 
 
 def batch_norm_backward(call: OpCall) -> tuple[torch.Tensor, ...]:
@@ -86,10 +77,8 @@ def batch_norm_backward(call: OpCall) -> tuple[torch.Tensor, ...]:
     if _cudnn(tensor, call["weight"]):
         with call.scratch(*packed_copies(call, ("grad_out",))):
             return call.run()
-    result = call.run()
-    if call["train"] and _channels_last(tensor) and _channels_last(call["grad_out"]):
-        _partial_sums(call, tensor, 2)
-    return result
+    adds = call["train"] and _channels_last(tensor) and _channels_last(call["grad_out"])
+    return call.run(*_partial_sums(tensor, 2) if adds else ())
 
 
 def _cudnn(tensor: torch.Tensor, weight: torch.Tensor | None) -> bool:
@@ -104,13 +93,11 @@ def _channels_last(tensor: torch.Tensor) -> bool:
     return tensor.stride(1) == 1 and tensor.numel() > 0 and (tensor.dim() == 2 or not tensor.is_contiguous())
 
 
-def _partial_sums(call: OpCall, tensor: torch.Tensor, per_block: int) -> None:
-    """`per_block` floats per channel and thread block, and a semaphore per column of blocks."""
+def _partial_sums(tensor: torch.Tensor, per_block: int) -> tuple[int, ...]:
+    """Bytes of `per_block` floats per channel and thread block, and a semaphore per column of blocks."""
     channels = tensor.shape[1]
     blocks = _blocks(tensor.numel() // channels, channels)
-    if blocks > 1:
-        with call.scratch(per_block * channels * blocks * 4, ceil_div(channels, 32) * 4):
-            pass
+    return (per_block * channels * blocks * 4, ceil_div(channels, 32) * 4) if blocks > 1 else ()
 
 
 def _blocks(rows: int, channels: int) -> int:

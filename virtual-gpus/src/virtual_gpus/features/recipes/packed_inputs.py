@@ -39,10 +39,7 @@ def packed_copies(call: OpCall, names: tuple[str, ...], copy_of: _CopyBytes = pa
 
 def run_packed(call: OpCall, names: tuple[str, ...], copy_of: _CopyBytes = packed_copy) -> _Result:
     """Run a kernel that has its results first, then copies of the named inputs."""
-    sizes = packed_copies(call, names, copy_of)
-    result = call.run()
-    with call.scratch(*sizes):
-        return result
+    return call.run(*packed_copies(call, names, copy_of))
 
 
 def packed(*names: str, copy_of: _CopyBytes = packed_copy) -> Callable[[OpCall], _Result]:
