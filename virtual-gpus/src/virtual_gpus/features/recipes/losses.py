@@ -6,8 +6,11 @@ all of it alive. Their meta kernels make a small one, so with shapes only the si
 
 from __future__ import annotations
 
+from math import prod
+
 import torch
 
+from virtual_gpus.arithmetic import ceil_div
 from virtual_gpus.clock.cost import FITTED, READS_AND_WRITES, OperatorClass, bytes_of
 from virtual_gpus.clock.work import Cost, Operation
 from virtual_gpus.dispatch.op_call import OpCall
@@ -22,18 +25,19 @@ _NO_REDUCTION = 0  # at::Reduction::None
 
 def nll_loss_of_images(call: OpCall) -> torch.Tensor | tuple[torch.Tensor, ...]:
     """The loss of classes, for images of scores. A loss per pixel takes any strides (cuda/NLLLoss2d.cu)."""
-    if call["reduction"] == _NO_REDUCTION:
-        return call.run()
     inputs = ("self", "target") if call.op.base.endswith("forward") else ("target",)
-    return run_packed(call, inputs, channels_first_copy)
+    return run_packed(call, () if call["reduction"] == _NO_REDUCTION else inputs, channels_first_copy)
 
 
 def _nll_cost(operation: Operation) -> Cost:
-    """One thread adds up many rows."""
+    """Each of 32 threads adds up many rows, and of images (cuda/NLLLoss2d.cu) each of 1,024 a block many pixels."""
     fitted, forward = FITTED["nll_loss"], operation.name.endswith("forward")
-    rows, per_row = operation.inputs[not forward].shape[0], fitted["per_row" if forward else "per_row_backward"]
+    (rows, *sides), per_row = operation.inputs[2 - forward].shape or (1,), "per_row" if forward else "per_row_backward"
+    if sides:
+        blocks, at_once = max(1, prod(sides) // (1024 * 128)), 2 * operation.spec.multi_processor_count
+        rows = 32 * ceil_div(prod(sides), 1024 * blocks) * ceil_div(rows * blocks, at_once)
     written = 0 if forward else bytes_of(operation.outputs)
-    seconds = operation.kernel * (fitted["floor"] + per_row * rows) + operation.reading(written)
+    seconds = operation.kernel * (fitted["floor"] + fitted[per_row] * rows) + operation.reading(written)
     return Cost(seconds, 1 if not written else 2)
 
 
@@ -42,36 +46,30 @@ def reduced_in_place(call: OpCall) -> torch.Tensor:
     if call["reduction"] == _NO_REDUCTION:
         return call.run()
     result = call.compute()
-    shape, other = call["self"].shape, call["target"].shape
-    if other != shape:
-        shape = torch.broadcast_shapes(shape, other)  # its first call imports sympy, for half a second
-    whole = torch.Size(shape).numel() * result.element_size()
+    shape = torch._C._infer_size(call["self"].shape, call["target"].shape)
+    whole = shape.numel() * result.element_size()
     put(result, StorageAllocation(call.gpu, whole))
     with call.scratch(whole):
         take_buffers(call, torch.empty(shape, device="meta", dtype=result.dtype), None, 4)
-    return result
+    return call.place(result)
 
 
 def reduced(call: OpCall) -> torch.Tensor:
     """A loss per element, then its sum or mean in a storage of its own."""
-    if call["reduction"] == _NO_REDUCTION:
-        return call.run()
-    with call.scratch(nbytes(call["self"])):
+    with call.scratch(*[nbytes(call["self"])] * (call["reduction"] != _NO_REDUCTION)):
         return call.run()
 
 
 def log_sigmoid(call: OpCall) -> tuple[torch.Tensor, torch.Tensor]:
     """The CPU keeps exp(-|x|) for backward; CUDA computes it anew and keeps an empty buffer."""
     result, kept = call.compute()
-    call.place(result)
     put(kept, StorageAllocation(call.gpu, 0))
-    return result, kept
+    return call.place(result), kept
 
 
 def with_logits(call: OpCall) -> torch.Tensor:
     """binary_cross_entropy_with_logits: log-sigmoid, the loss per element and a scaled copy, then the reduction."""
-    size = nbytes(call["self"])
-    with call.scratch(size, size):
+    with call.scratch(*[nbytes(call["self"])] * 2):
         result = call.run()
         if call["reduction"] != _NO_REDUCTION:
             take_buffers(call, call["self"], None, 4)
