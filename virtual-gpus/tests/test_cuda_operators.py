@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from measuring import bytes_of, sizes_of
+from measuring import bytes_of, peak_of, sizes_of
 from torch import nn
 from virtual_gpus import NotModelled, record_timeline, virtual_gpus
 from virtual_gpus.features.blas import copied_bytes
@@ -108,6 +108,19 @@ def test_rms_norms_derivatives_are_the_cpus(weighted):
             first = torch.autograd.grad(out.sum(), leaves, create_graph=True)
             found.append([out, *once, *first, *torch.autograd.grad(first[0].square().sum(), x)])
     torch.testing.assert_close(*found, check_device=False, atol=0, rtol=0)
+
+
+def test_what_cuda_casts_finds_or_grows_first_is_in_memory_and_on_the_clock():
+    with virtual_gpus(1, kind="H200"), record_timeline() as timeline:
+        x = torch.ones(1024, 1024, device="cuda")
+        mask, flat, out = x > 0, x.view(-1), torch.empty(0, device="cuda")
+        for work, wanted in (
+            (mask.sum, 8), (lambda: mask.cumsum(0), 16), (lambda: x.half().sum(dtype=torch.float32), 2),
+            (lambda: x[mask], 16 + 4), (lambda: flat[mask.view(-1)], 8 + 4), (lambda: x.masked_select(mask), 16 + 4),
+            (lambda: torch.equal(x, x.clone()), 4 + 1), (lambda: torch.mm(x, x, out=out), 4 + 32),
+        ):  # fmt: skip
+            assert wanted <= peak_of(work)[1] / MIB < wanted + 0.2
+    assert {"_to_copy", "nonzero", "eq", "all"} <= {span.name for span in timeline.spans}
 
 
 @torch.library.custom_op("of_these_tests::squared", mutates_args=())

@@ -19,7 +19,7 @@ from virtual_gpus.dispatch.timing import charge_op, charge_read
 from virtual_gpus.entrance import calling_frame
 from virtual_gpus.operators import Kind, Route
 from virtual_gpus.placement.creation_sites import may_be_adopted, record_creation_site
-from virtual_gpus.placement.storages import follow_size, former_gpu_of, gpu_of, has_storage, has_values, place, storages
+from virtual_gpus.placement.storages import former_gpu_of, gpu_of, has_storage, has_values, place, storages
 from virtual_gpus.threads import seen, this_thread
 
 _CUDA, _CPU = torch._C.DispatchKey.CUDA, torch._C.DispatchKey.CPU
@@ -51,13 +51,9 @@ def particular(call: OpCall) -> Any:
         return valueless.value(call)
     is_dense = call.on_one_gpu or all(map(has_storage, call.tensors))  # CUDA has other kernels for sparse tensors
     result = op.recipe(call) if op.recipe is not None and is_dense else call.run()
+    charge_op(call, result)
     if reads:
         charge_read(call)
-    else:
-        charge_op(call, result)
-    if op.changes_size:
-        for _, tensor in call.named_tensors():
-            follow_size(tensor)
     return result
 
 

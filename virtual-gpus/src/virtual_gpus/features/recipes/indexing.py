@@ -13,17 +13,17 @@ from math import prod
 import torch
 
 from virtual_gpus import errors
-from virtual_gpus.clock.cost import FITTED, READS_AND_WRITES, OperatorClass, bytes_of, moves
+from virtual_gpus.clock.cost import CHARGED_ELSEWHERE, FITTED, READS_AND_WRITES, OperatorClass, bytes_of, moves
 from virtual_gpus.clock.work import Cost, Operation
 from virtual_gpus.dispatch.op_call import OpCall
 from virtual_gpus.dispatch.timing import charge_read, send
 from virtual_gpus.dispatch.valueless import is_mask
 from virtual_gpus.features.recipes import not_deterministic
-from virtual_gpus.features.recipes.packed_inputs import packed, packed_copies
+from virtual_gpus.features.recipes.packed_inputs import channels_first_copy, packed, packed_copies
 from virtual_gpus.operators import Row
 from virtual_gpus.patches.table import Patch
 from virtual_gpus.placement.storages import gpu_of, is_pinned, nbytes
-from virtual_gpus.threads import this_thread
+from virtual_gpus.threads import seen, this_thread
 
 _INDICES_WALKED = 3072  # by one block of threads; more are sorted
 _ROWS_PER_THREAD = 10
@@ -41,12 +41,9 @@ def embedding_backward(call: OpCall) -> torch.Tensor:
     # Copies of inputs; the indices sorted, where each was, how often.
     with call.scratch(*copies, *[nbytes(indices)] * (3 if by_frequency else 2)):
         _sort(call, count, size)
-        result = call.run()
-        segments = min(count, call["num_weights"])
-        partial = count // _ROWS_PER_THREAD + segments
+        partial = count // _ROWS_PER_THREAD + (segments := min(count, call["num_weights"]))
         row = gradient.shape[-1] * max(4, gradient.element_size())
-        with call.scratch(count * size, 8, segments * size, segments * size, 8, partial * size, partial * row):
-            return result
+        return call.run(count * size, 8, segments * size, segments * size, 8, partial * size, partial * row)
 
 
 def _sort(call: OpCall, count: int, size: int) -> None:
@@ -60,34 +57,45 @@ def index_put(call: OpCall) -> torch.Tensor:
 
     PyTorch's formula copies them only because a dispatch mode is on: the result takes their block over.
     """
-    values, indices = call["values"], [i for i in call["indices"] if i is not None]
     if not call["accumulate"]:
         return call.run()
-    count = max((i.numel() for i in indices), default=0)
+    count = max((index.numel() for index in call["indices"] if index is not None), default=0)
     in_place = this_thread.in_backward and call.op.base == "index_put"
-    sizes = [8 * count] * 3 + ([] if values.is_contiguous() else [nbytes(values)])
-    with call.scratch(*sizes):
+    with call.scratch(*[8 * count] * 3, *packed_copies(call, ("values",), channels_first_copy)):
         _sort(call, count, 8)
         return call.run_in_place(call["self"]) if in_place else call.run()
 
 
-def send_indices(call: OpCall) -> None:
-    """The host waits while integers that lie on the CPU are copied to the GPU."""
-    for index in call["indices"]:
+def make_indices(call: OpCall) -> None:
+    """Send integers of the CPU, and put for a mask the places that it names (expandTensors): the host waits for both.
+
+    It stays where one number of the CPU goes to all of them (canDispatchToMaskedFill in TensorAdvancedIndexing.cpp).
+    """
+    tensor, given, *others = call.args
+    fills = bool(others) and others[0].numel() == 1 and gpu_of(others[0]) is None
+    indices: list[torch.Tensor | None] = []
+    for index in given:
+        at, found = len(indices), [index]
         if index is not None and gpu_of(index) is None and not is_mask(index):
             send(nbytes(index), None, call.gpu, is_pinned(index), blocking=True)
+        elif index is not None and index.dtype == torch.bool and gpu_of(index) is call.gpu and not fills:
+            if call.gpu.machine.shapes_only or index.shape != tensor.shape[at:][: index.dim()]:  # C++ refuses these
+                charge_read(call)
+            else:
+                with seen():
+                    found = index.nonzero().unbind(1)
+        indices += found
+    call.args = (tensor, indices, *others)
 
 
-def send_and_count(call: OpCall) -> None:
-    """As `send_indices`; and the host waits for the number of elements that a mask lets it write.
-
-    It does not where one number of the CPU goes to all of them (canDispatchToMaskedFill, TensorAdvancedIndexing.cpp).
-    """
-    send_indices(call)
-    values = call["values"]
-    is_filled = values.numel() == 1 and gpu_of(values) is None
-    if not is_filled and any(is_mask(index) and gpu_of(index) is not None for index in call["indices"]):
-        charge_read(call)
+def masked_select(call: OpCall) -> torch.Tensor:
+    """As indexing by the mask (cuda/IndexKernel.cpp)."""
+    if call["mask"].dtype != torch.bool:
+        return call.run()
+    shape = torch._C._infer_size(call["mask"].shape, call["self"].shape) or (1,)
+    with seen():
+        tensor, mask = (part.expand(shape) for part in call.args)
+        return getattr(torch.ops.aten.index, "Tensor_out" if call.kwargs else "Tensor")(tensor, [mask], **call.kwargs)
 
 
 _raw_one_hot = torch._C._nn.one_hot
@@ -104,9 +112,8 @@ def one_hot(tensor: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
 
 def indices_elsewhere(call: OpCall, name: str, common: torch.device, device: torch.device) -> RuntimeError | None:
     """`x[i]` with `i` on a GPU that does not hold `x` (aten/src/ATen/native/IndexingUtils.h)."""
-    if name != "indices":
-        return None
-    return RuntimeError(f"indices should be either on cpu or on the same device as the indexed tensor ({common})")
+    text = f"indices should be either on cpu or on the same device as the indexed tensor ({common})"
+    return RuntimeError(text) if name == "indices" else None
 
 
 def embedding_elsewhere(call: OpCall, name: str, common: torch.device, device: torch.device) -> RuntimeError:
@@ -116,10 +123,8 @@ def embedding_elsewhere(call: OpCall, name: str, common: torch.device, device: t
 
 def mask_elsewhere(call: OpCall, name: str, common: torch.device, device: torch.device) -> RuntimeError | None:
     """`x.masked_fill(mask, ...)` with a mask on another device (aten/src/ATen/native/cuda/Indexing.cu)."""
-    if name != "mask":
-        return None
-    where = f"got mask on {device} and self on {common}"
-    return RuntimeError(f"expected self and mask to be on the same device, but {where}")
+    text = f"expected self and mask to be on the same device, but got mask on {device} and self on {common}"
+    return RuntimeError(text) if name == "mask" else None
 
 
 def _multiplies(call: OpCall) -> bool:
@@ -138,12 +143,12 @@ _TAKES = moves("rows_taken", lambda operation: 2 * bytes_of(operation.outputs)) 
 _ADDS = moves("rows_added", lambda operation: 3 * operation.inputs[-1].nbytes)  # only the named rows
 _ZEROS_AND_VALUES = moves("zeros_and_values", lambda operation: operation.nbytes + bytes_of(operation.inputs))
 _row = functools.partial(Row, READS_AND_WRITES)
-_indexed = functools.partial(Row, on_host={"indices"}, mixture=indices_elsewhere)
+_indexed = functools.partial(Row, check=make_indices, on_host={"indices"}, mixture=indices_elsewhere)
 OPERATORS = {
-    "index": _indexed(_TAKES, check=send_indices),
-    "_unsafe_index": _indexed(READS_AND_WRITES, check=send_indices),
-    **dict.fromkeys(("index_put_", "_unsafe_index_put"), _indexed(READS_AND_WRITES, check=send_and_count)),
-    **dict.fromkeys(("index_put", "_index_put_impl_"), _indexed(READS_AND_WRITES, index_put, send_and_count)),
+    "index": _indexed(_TAKES),
+    **dict.fromkeys(("_unsafe_index", "index_put_", "_unsafe_index_put"), _indexed(READS_AND_WRITES)),
+    **dict.fromkeys(("index_put", "_index_put_impl_"), _indexed(READS_AND_WRITES, index_put)),
+    "masked_select": Row(CHARGED_ELSEWHERE, masked_select),
     "index_fill_": _row(on_host={"index"}),  # x[i] = 5 ends here if x is on the CPU for C++; on CUDA it is index_put_
     "tensor_split": _row(on_host={"tensor_indices_or_sections"}),
     "embedding": Row(_TAKES, packed("indices"), mixture=embedding_elsewhere),

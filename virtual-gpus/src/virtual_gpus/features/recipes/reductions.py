@@ -1,48 +1,60 @@
 """Reductions over many elements, softmax, counts and sorts: temporary buffers in GPU memory, time, what is refused.
 
-Sources: `memory_model.reduction_scratch`; aten/src/ATen/native/cuda/SoftMax.cu.
+Sources: `memory_model.reduction_scratch`; in aten/src/ATen/native, cuda/SoftMax.cu, and for casts ReduceOpsUtils.h.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from math import prod
 
 import torch
 
-from virtual_gpus.clock.cost import FITTED, READS_AND_WRITES, OperatorClass, moves
+from virtual_gpus.clock.cost import CHARGED_ELSEWHERE, FITTED, READS_AND_WRITES, OperatorClass, moves
 from virtual_gpus.clock.work import Cost, Operation
 from virtual_gpus.dispatch.op_call import OpCall
 from virtual_gpus.features.recipes import not_deterministic
 from virtual_gpus.features.recipes.packed_inputs import channels_first_copy, packed
 from virtual_gpus.memory_model import reduction_scratch
 from virtual_gpus.operators import Row
-from virtual_gpus.threads import below
+from virtual_gpus.threads import below, seen
 
 
 def take_buffers(call: OpCall, tensor: torch.Tensor, dims: Sequence[int] | None, partial_bytes: int) -> None:
     """Take and give back what reducing `tensor` on the call's GPU needs, after the result was placed."""
     sizes = reduction_scratch(tensor.shape, call.gpu.spec, dims, strides=tensor.stride(), partial_bytes=partial_bytes)
-    if sizes[0]:
-        with call.scratch(*sizes):
-            pass
+    with call.scratch(*filter(None, sizes)):
+        pass
 
 
-def _partial_bytes(call: OpCall, tensor: torch.Tensor) -> int:
-    """Sums are kept in float for half types, in the widest integer type for integers."""
-    dtype = (call["dtype"] if "dtype" in call.op.names else None) or tensor.dtype
-    if dtype.is_floating_point:
-        return 8 if dtype == torch.float64 else 4
-    return 2 * (8 if dtype == torch.complex128 else 4) if dtype.is_complex else 8
-
-
-def reduction(call: OpCall, partial_bytes: int | None = None) -> torch.Tensor | tuple[torch.Tensor, ...]:
-    """`sum` and its like: a number per partial result. 16 bytes are a number and its index, as `argmax` has them."""
-    tensor, dim = call.args[0], call["dim"] if "dim" in call.op.names else None
-    result = call.run()
-    take_buffers(call, tensor, (dim,) if isinstance(dim, int) else dim, partial_bytes or _partial_bytes(call, tensor))
+def after_cast(call: OpCall) -> torch.Tensor:
+    """The result, then what is added up, in its type: a copy, but for fp32 of halves (ReduceOps{.cpp,Utils.h})."""
+    result, tensor = call.run(), call.tensors[0]
+    half, dtype = tensor.dtype in (torch.float16, torch.bfloat16) and call.op.base not in _SCANS, result.dtype
+    if dtype not in (tensor.dtype, tensor.dtype.to_real(), torch.float32 if half else None):
+        with seen():
+            call.tensors[0] = torch.ops.aten._to_copy.default(tensor, dtype=dtype)
     return result
+
+
+def reduction(call: OpCall, partial_bytes: int = 0) -> torch.Tensor | tuple[torch.Tensor, ...]:
+    """`sum` and its like: a number per partial result. 16 bytes are a number and its index, as `argmax` has them."""
+    result, dim = call.run() if partial_bytes else after_cast(call), call["dim"] if "dim" in call.op.names else None
+    tensor, dtype = call.tensors[0], call.tensors[0].dtype
+    # Sums are kept in float for half types, in the widest integer type for integers.
+    sums = max(4 << dtype.is_complex, dtype.itemsize) if dtype.is_floating_point or dtype.is_complex else 8
+    take_buffers(call, tensor, (dim,) if isinstance(dim, int) else dim, partial_bytes or sums)
+    return result
+
+
+def compared(elements: Callable[..., torch.Tensor], call: OpCall) -> bool:
+    """By its parts (cuda/Equal.cpp, TensorCompare.cpp). `equal` knows other shapes, and the same tensor, without."""
+    one, other = call.args[:2]
+    if call.op.base == "equal" and (one.shape != other.shape or one.is_set_to(other)):
+        return call.run()
+    with seen():
+        return bool(elements(*call.args, **call.kwargs).all().item())
 
 
 def histc(call: OpCall) -> torch.Tensor:
@@ -63,24 +75,29 @@ def _reduction_cost(operation: Operation) -> Cost:
     return Cost(floor + operation.reading(operation.nbytes, fitted["share"]), 2 if far else 1)
 
 
+_SCANS = ("cumsum", "cumprod")
 _NUMBERS = ("sum", "mean", "nansum", "prod", "amax", "amin", "linalg_vector_norm", "norm")
 _PAIRS = ("argmax", "argmin", "var", "std", "var_mean", "std_mean")
-_SOFTMAX, _BACKWARD = ("_softmax", "_log_softmax"), ("_softmax_backward_data", "_log_softmax_backward_data")
+_packed = partial(packed, copy_of=channels_first_copy)
 _MEDIAN = not_deterministic("median CUDA with indices output", lambda call: len(call.func._schema.returns) == 2)
+_BINCOUNT = not_deterministic("_bincount_cuda", lambda call: call["weights"] is not None)
 _HISTC = not_deterministic("_histc_cuda with floating point input", lambda call: call["self"].is_floating_point())
+_BACKWARD = ("_softmax_backward_data", "_log_softmax_backward_data")
 _REDUCES, _SORTS = OperatorClass(_reduction_cost), moves("sort")
 OPERATORS = {
     **dict.fromkeys(_NUMBERS, Row(_REDUCES, reduction)),
     **dict.fromkeys(_PAIRS, Row(_REDUCES, partial(reduction, partial_bytes=16))),
     **dict.fromkeys(("max", "min", "all", "any"), Row(_REDUCES)),
-    **dict.fromkeys(_SOFTMAX, Row(moves("softmax"), packed("self", copy_of=channels_first_copy))),
-    **dict.fromkeys(
-        _BACKWARD, Row(moves("softmax_backward"), packed("grad_output", "output", copy_of=channels_first_copy))
-    ),
-    **dict.fromkeys(("sort", "argsort", "topk", "_unique2", "cumsum", "randperm"), Row(_SORTS)),
+    **dict.fromkeys(("_softmax", "_log_softmax"), Row(moves("softmax"), _packed("self"))),
+    **dict.fromkeys(_BACKWARD, Row(moves("softmax_backward"), _packed("grad_output", "output"))),
+    **dict.fromkeys(("sort", "argsort", "topk", "_unique2", "unique_dim", "randperm"), Row(_SORTS)),
+    **dict.fromkeys(_SCANS, Row(moves("scan"), after_cast)),
     **dict.fromkeys(("median", "nanmedian"), Row(READS_AND_WRITES, check=_MEDIAN)),
-    "bincount": Row(
-        READS_AND_WRITES, check=not_deterministic("_bincount_cuda", lambda call: call["weights"] is not None)
-    ),
+    "bincount": Row(READS_AND_WRITES, check=_BINCOUNT),
+    # Found places, with the number of them first, for which the host waits (cuda/Nonzero.cu).
+    **dict.fromkeys(("nonzero", "unique_consecutive"), Row(moves("nonzero", lambda operation: 2 * operation.nbytes))),
+    "equal": Row(CHARGED_ELSEWHERE, partial(compared, torch.eq)),
+    "allclose": Row(CHARGED_ELSEWHERE, partial(compared, torch.isclose)),
+    "_local_scalar_dense": Row(CHARGED_ELSEWHERE),  # all that it takes is that the host waits
     "histc": Row(READS_AND_WRITES, histc, _HISTC),
 }
