@@ -90,7 +90,9 @@ class Operator:
         self.needs_values = bool({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & self.tags)
         row = row_of(self.base)
         self.formula, self.tf32_setting = row.cost.cost, row.cost.tf32_setting
-        self.depends_on_strides, self.unless = row.cost.depends_on_strides, row.cost.unless
+        self.depends_on_strides = row.cost.depends_on_strides
+        self.arguments = tuple(name for name in row.cost.arguments if name in self.positions)
+        self.wants_more = self.depends_on_strides or bool(self.arguments)
         self.check, self.recipe = row.check or (_refuse if self.is_missing else None), row.recipe
         self.allowed_on_host, self.mixture = row.on_host, row.mixture
         self.route = ROUTES[self.kind]

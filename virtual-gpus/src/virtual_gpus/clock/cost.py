@@ -26,14 +26,14 @@ class OperatorClass(NamedTuple):
     is_fusible: whether a compiler fuses them with their neighbours, so no products, and none that serves an optimizer.
     tf32_setting: what lets them multiply fp32 numbers as TF32: "matmul", "conv", or "" if there is none.
     depends_on_strides: whether how the tensors lie in memory decides how long they take.
-    unless: of those, (argument, formula): where the argument is False, they take as long as that.
+    arguments: names of those in the schema that the formula wants, as `Operation.arguments` has them.
     """
 
     cost: Formula
     is_fusible: bool = True
     tf32_setting: str = ""
     depends_on_strides: bool = False
-    unless: tuple[str, Formula] | None = None
+    arguments: tuple[str, ...] = ()
 
 
 def _moving(nbytes: Bytes, floor: float, kernels: int = 1, share: float = 1.0, host: float | None = 0.0) -> Formula:

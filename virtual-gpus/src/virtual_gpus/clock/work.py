@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from math import prod
-from typing import Literal, NamedTuple
+from types import MappingProxyType
+from typing import Any, Literal, NamedTuple
 
 from virtual_gpus import figures
 from virtual_gpus.gpus import GPUSpec
@@ -62,8 +64,9 @@ class Cost(NamedTuple):
 
 
 class Operation(NamedTuple):
-    """One operator: name, arguments, results, the GPU, the precision of its products ("fp32", ...), parts of a number
-    (2: complex), lengths of its lists (the first's tensors come first, those of one given twice once), if in place."""
+    """One operator: name, tensors, results, the GPU, the precision of its products ("fp32", ...), parts of a number
+    (2: complex), lengths of its lists (the first's tensors come first, those of one given twice once), if in place, and
+    arguments that its class names, if it has them: a tensor is True, a list a tuple."""
 
     name: str
     inputs: tuple[Operand, ...]
@@ -73,6 +76,7 @@ class Operation(NamedTuple):
     parts: int = 1
     lists: tuple[int, ...] = ()
     in_place: bool = False
+    arguments: Mapping[str, Any] = MappingProxyType({})
 
     def reading(self, nbytes: float, share: float = 1.0) -> float:
         """See `GPUSpec.seconds_to_move`."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import chain, repeat
+from itertools import chain
 from operator import attrgetter, mul
 from typing import Any
 
@@ -29,10 +29,11 @@ MaybeCall, Place = OpCall | None, VirtualGPU | None  # no place: the computer
 _PRECISION: dict[torch.dtype, Format] = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float64: "fp64"}
 _kept: dict[Any, LaunchTimes] = {}
 _allows_tf32 = torch._C._get_fp32_precision_getter
-_grad_enabled = torch.is_grad_enabled
+_grad_enabled, _Tensor = torch.is_grad_enabled, torch.Tensor
 # Not comprehensions: a call into Python per operator costs, and a generator that is cut short swallows a Ctrl-C.
 _form, _is_trained = attrgetter("shape", "dtype"), attrgetter("requires_grad")
-_Tensor, _elements, _itemsize = torch.Tensor, torch.Tensor.numel, torch.Tensor.element_size
+_stride, _elements, _itemsize = _Tensor.stride, _Tensor.numel, _Tensor.element_size
+_PLAIN = frozenset((bool, int, float, str, type(None)))
 
 
 @dataclass(frozen=True, slots=True)  # and no tuple: a warm operator reads its attributes faster
@@ -55,17 +56,14 @@ def charge_op(call: OpCall, result: Any) -> None:
         return
     try:
         made = _form(result) if type(result) is _Tensor else tuple(map(_form, tensors_in(result) or _filled(call)))
-        seen = (gpu.spec.kind, op, made, *map(_form, tensors))
+        seen = gpu.spec.kind, op, _more(call) if op.wants_more else None, made, *map(_form, tensors)
     except RuntimeError:
         if any(part.is_nested or torch.nn.parameter.is_lazy(part) for part in (*tensors, *tensors_in(result))):
             return  # neither has a shape: they take no modelled time
         raise
-    if op.depends_on_strides:
-        formula = op.unless[1] if op.unless is not None and not call[op.unless[0]] else op.formula
-        seen += (formula, op.tf32_setting and _allows_tf32("cuda", op.tf32_setting), *map(_strides, tensors))
     kept = _kept.get(seen)
     if kept is None:
-        kept = _kept[seen] = _look_up(gpu, seen, len(tensors))
+        kept = _kept[seen] = _look_up(call, tensors_in(result) or _filled(call))
         if len(_kept) > 65536:
             _kept.clear()
     if not kept.seconds:
@@ -114,7 +112,7 @@ def launch(
 
 def charge_foreach(call: OpCall, columns: list[TensorList], gpus: list[VirtualGPU | None], result: Any) -> None:
     """An operator on lists of tensors: for each GPU among them, one call with its elements. gpus: of the first list."""
-    op, unscales = call.op, call.kwargs.get("grad_scale") is not None
+    op, arguments = call.op, call.op.arguments and _arguments(call)
     dtype = getattr(result[0], "dtype", None) if result else None
     for gpu in filter(None, dict.fromkeys(gpus)):
         rows = columns
@@ -124,12 +122,12 @@ def charge_foreach(call: OpCall, columns: list[TensorList], gpus: list[VirtualGP
         reads = {(id(row[0]), id(row[-1])): row for row in rows}.values()
         # How long lists take depends on their elements and bytes (`cost`), which are found faster than all shapes.
         sizes, elements = tuple(map(len, rows)), sum(map(_elements, rows[0]))
-        seen = gpu.spec.kind, op, sizes, elements, *map(_nbytes, reads), unscales, dtype
+        seen = gpu.spec.kind, op, sizes, elements, *map(_nbytes, reads), arguments, dtype
         kept = _kept.get(seen)
         if kept is None:
             filled = operands(part for part in tensors_in(result) or _filled(call) if gpu_of(part) is gpu)
-            operation = Operation(op.base, operands(chain(*reads)), filled, gpu.spec, "fp32", 1, sizes, op.in_place)
-            kept = _kept[seen] = times(gpu, op.formula(operation))
+            told = gpu.spec, "fp32", 1, sizes, op.in_place, dict(zip(op.arguments, arguments, strict=True))
+            kept = _kept[seen] = times(gpu, op.formula(Operation(op.base, operands(chain(*reads)), filled, *told)))
         _issue(gpu, op.base, chain(*rows), kept, call if len(rows[0]) == len(gpus) else None, trains=False)
 
 
@@ -190,27 +188,44 @@ def await_tensors(gpu: VirtualGPU, tensors: Iterable[torch.Tensor]) -> None:
 
 
 def _filled(call: OpCall) -> list[torch.Tensor]:
-    """What an operator writes on: gradients only if it unscales them (ATen/native/cuda/fused_adam_utils.cuh)."""
-    kept = "grads" if call.kwargs.get("grad_scale") is None else None
-    return [tensor for name, tensor in call.named_tensors() if name in call.op.filled and name != kept]
+    """What an operator writes on, as its schema says."""
+    return [tensor for name, tensor in call.named_tensors() if name in call.op.filled]
 
 
-def _look_up(gpu: VirtualGPU, seen: tuple[Any, ...], number: int) -> LaunchTimes:
-    """seen: what `charge_op` keeps them by, with so many tensors. A formula is given nothing else, so that no call gets
-    the seconds of another."""
-    _, op, made, *forms = seen
-    given, (formula, _, *strides) = forms[:number], forms[number:] or (op.formula, "")
-    made = (made,) if torch.dtype in map(type, made) else made  # one tensor, not several
-    outputs = tuple(Operand(tuple(shape), dtype.itemsize) for shape, dtype in made)
-    inputs = tuple(Operand(tuple(s), d.itemsize, at) for (s, d), at in zip(given, strides or repeat(()), strict=False))
+def _more(call: OpCall) -> tuple[tuple[tuple[int, ...], ...], tuple[Any, ...], str]:
+    """What some classes want to know beside shapes and types: strides, arguments, and what TF32 is set to."""
+    op, strides = call.op, ()
+    if op.depends_on_strides:  # what has a storage of its own has strides
+        strides = tuple(map(_stride if call.on_one_gpu else _strides, call.tensors))
+    return strides, op.arguments and _arguments(call), op.tf32_setting and _allows_tf32("cuda", op.tf32_setting)
+
+
+def _arguments(call: OpCall) -> tuple[Any, ...]:
+    """Those that the operator's class names, as `Operation` has them."""
+    values = tuple(map(call.__getitem__, call.op.arguments))
+    return values if _PLAIN.issuperset(map(type, values)) else tuple(map(_fact, values))
+
+
+def _fact(value: Any) -> Any:
+    return tuple(map(_fact, value)) if isinstance(value, (list, tuple)) else isinstance(value, _Tensor) or value
+
+
+def _look_up(call: OpCall, made: TensorList) -> LaunchTimes:
+    """The times of an operator that made, or wrote on, `made`. Its formula is given no more than `charge_op` keeps them
+    by, so that no call gets the seconds of another."""
+    op, spec, (strides, arguments, _) = call.op, call.gpu.spec, _more(call)
+    outputs, inputs = (tuple(Operand(tuple(t.shape), t.itemsize) for t in tensors) for tensors in (made, call.tensors))
+    if strides:
+        inputs = tuple(part._replace(strides=at) for part, at in zip(inputs, strides, strict=True))
     if op.outputs:  # they come last
         inputs, outputs = inputs[: -len(made)], inputs[-len(made) :]
     elif op.in_place and len(made) == 1:
         outputs = inputs[:1]
-    dtypes = [dtype for _, dtype in given]
+    dtypes = [tensor.dtype for tensor in call.tensors]
     numbers = precision_of(op.tf32_setting, dtypes), 1 + any(dtype.is_complex for dtype in dtypes)
-    charge = formula(Operation(op.base, inputs, outputs, gpu.spec, *numbers))
-    return times(gpu, charge, in_place=bool(op.written))
+    told = (), op.in_place, dict(zip(op.arguments, arguments, strict=True))
+    charge = op.formula(Operation(op.base, inputs, outputs, spec, *numbers, *told))
+    return times(call.gpu, charge, in_place=bool(op.written))
 
 
 def times(gpu: VirtualGPU, charge: Cost, in_place: bool = False) -> LaunchTimes:

@@ -55,7 +55,9 @@ class Handles:
         """The running thread's handle: its own, one that a finished thread left, or a new one."""
         holder = "autograd" if this_thread.in_backward else stands_in_for.value or threading.get_ident()
         if holder not in self._of:
-            self._collect()
+            alive = {thread.ident for thread in threading.enumerate()}
+            for gone in [h for h in self._of if isinstance(h, int) and h not in alive]:
+                self.leave(gone)
             self._of[holder] = self._spare.pop() if self._spare else len(self._of)
         return self._of[holder]
 
@@ -63,11 +65,6 @@ class Handles:
         """`holder` has ended; its handle is free for the next thread."""
         if holder in self._of:
             self._spare.append(self._of.pop(holder))
-
-    def _collect(self) -> None:
-        alive = {thread.ident for thread in threading.enumerate()}
-        for holder in [h for h in self._of if isinstance(h, int) and h not in alive]:
-            self.leave(holder)
 
     def work(self, lt: bool) -> None:
         """Have the workspaces of one product: kept for this thread's handle and stream, or taken and returned."""
@@ -92,10 +89,9 @@ def leave_handle(gpu: VirtualGPU, holder: object) -> None:
 
 
 # Where the two matrices stand among an operator's arguments.
-_BEHIND_BIAS = ("addmm", "addmm_", "baddbmm", "baddbmm_", "_addmm_activation")
-_MATRICES = dict.fromkeys(("mm", "bmm"), slice(0, 2)) | dict.fromkeys(_BEHIND_BIAS, slice(1, 3))
+_MATRICES = dict.fromkeys(("mm", "bmm"), slice(0, 2))
+_MATRICES |= dict.fromkeys(("addmm", "addmm_", "baddbmm", "baddbmm_", "_addmm_activation"), slice(1, 3))
 _NO_MATRICES = slice(0)
-_WITHOUT_BIAS = ("mm", "bmm", "_int_mm", "_scaled_mm", "_grouped_mm")
 _HOST = added_on_host("product")
 # The kernels of operators that take no whole numbers (ATen/native/cuda/Blas.cpp).
 _KERNELS = dict.fromkeys(("mm", "addmm", "addmm_", "_addmm_activation", "addbmm", "addbmm_"), "addmm_cuda")
@@ -157,9 +153,10 @@ def _has_lt_bias(call: OpCall) -> bool:
     return half and call.gpu.machine.settings.version >= LT_FOR_MATRICES_AS_BIAS
 
 
-def _matrices(operation: Operation) -> Cost:
-    first, second = operation.inputs[:2] if operation.name in _WITHOUT_BIAS else operation.inputs[1:3]
-    with_bias = operation.name.startswith(("addmm", "_addmm")) and len(operation.inputs) > 2
+def _matrices(operation: Operation, bias: int = 0) -> Cost:
+    """bias: tensors in front of the two matrices."""
+    first, second = operation.inputs[bias : bias + 2]
+    with_bias = bias > 0 and len(first.shape) == 2
     aligned = all(part.leading * part.itemsize % 16 == 0 for part in (first, second, *operation.outputs[:1]))
     count = prod(first.shape[:-2]) if len(first.shape) == len(second.shape) else 1  # else of groups of rows or columns
     sizes, precision = (first.shape[-2], second.shape[-1], first.shape[-1], count), operation.precision
@@ -168,14 +165,20 @@ def _matrices(operation: Operation) -> Cost:
     return Cost(seconds, kernels, _HOST)
 
 
+def _added(operation: Operation) -> Cost:
+    return _matrices(operation, bias=1)
+
+
 _PRODUCT = OperatorClass(_matrices, is_fusible=False, tf32_setting="matmul", depends_on_strides=True)
+_ADDED = OperatorClass(_added, is_fusible=False, tf32_setting="matmul", depends_on_strides=True)
 _VECTOR = moves("vector", is_fusible=False, host=_HOST)
 _LT = functools.partial(with_workspace, lt=True)
 OPERATORS = {
-    **dict.fromkeys(("mm", "bmm", "baddbmm"), Row(_PRODUCT, with_workspace, cpu_kernel=in_its_type)),
-    **dict.fromkeys(("baddbmm_", "addmm_", "addbmm", "addbmm_"), Row(_PRODUCT, with_workspace)),
-    "addmm": Row(_PRODUCT, addmm, cpu_kernel=in_its_type),
-    "_addmm_activation": Row(_PRODUCT, addmm),
+    **dict.fromkeys(("mm", "bmm"), Row(_PRODUCT, with_workspace, cpu_kernel=in_its_type)),
+    "baddbmm": Row(_ADDED, with_workspace, cpu_kernel=in_its_type),
+    **dict.fromkeys(("baddbmm_", "addmm_", "addbmm", "addbmm_"), Row(_ADDED, with_workspace)),
+    "addmm": Row(_ADDED, addmm, cpu_kernel=in_its_type),
+    "_addmm_activation": Row(_ADDED, addmm),
     **dict.fromkeys(("_int_mm", "_scaled_mm"), Row(_PRODUCT, _LT)),
     "_grouped_mm": Row(_PRODUCT),
     **dict.fromkeys(("mv", "addmv", "addmv_", "dot", "vdot"), Row(_VECTOR, with_workspace)),

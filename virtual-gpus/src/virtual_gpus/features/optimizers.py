@@ -8,7 +8,7 @@ from math import ceil, prod
 import torch
 from torch.utils._foreach_utils import Indices, TensorListList
 
-from virtual_gpus.clock.cost import FITTED, OperatorClass
+from virtual_gpus.clock.cost import FITTED, OperatorClass, bytes_of
 from virtual_gpus.clock.work import Cost, Operation, added_on_host
 from virtual_gpus.operators import Row
 from virtual_gpus.patches.table import Patch
@@ -35,15 +35,18 @@ def _group_tensors_by_device_and_dtype(tensorlistlist: TensorListList, with_indi
 
 
 def _lists(operation: Operation) -> Cost:
-    """Optimizers: a kernel for some tensors, in chunks of which a launch takes a number at most."""
+    """Optimizers: a kernel for some tensors, in chunks of which a launch takes a number at most. A fused one writes on
+    the second list, the gradients, only if it unscales them (aten/src/ATen/native/cuda/fused_adam_utils.cuh)."""
     fitted, first = FITTED["lists"], next(iter(operation.lists), 0)
     elements = sum(prod(part.shape) for part in operation.inputs[:first])
     kernels = max(1, ceil(first / fitted["tensors"])) + elements // (_CHUNKS * _CHUNK)
-    seconds = operation.reading(operation.nbytes, fitted["share_in_place" if operation.in_place else "share"])
+    is_kept = operation.in_place and not operation.arguments.get("grad_scale", True)
+    nbytes = operation.nbytes - (bytes_of(operation.outputs[first : 2 * first]) if is_kept else 0)
+    seconds = operation.reading(nbytes, fitted["share_in_place" if operation.in_place else "share"])
     return Cost(kernels * operation.kernel + seconds, kernels, _TENSOR * sum(operation.lists))
 
 
-OPERATORS = dict.fromkeys(("_foreach_*", "_fused_*"), Row(OperatorClass(_lists, is_fusible=False)))
+OPERATORS = dict.fromkeys(("_foreach_*", "_fused_*"), Row(OperatorClass(_lists, False, arguments=("grad_scale",))))
 
 
 def patches() -> list[Patch]:

@@ -30,38 +30,31 @@ class _Convolution:
         self.fitted = _FITTED["backward" if gradients else "forward"]  # backward: of both gradients
         self.part = gradients / 2 or 1  # of that
         self.taps = prod(filters.shape[2:])  # pixels of a filter
-        self.is_transposed = len(result.shape) > 1 and result.shape[1] != filters.shape[0]  # filters: (in, out, ...)
-        in_groups = len(filters.shape) > 1 and not self.is_transposed
-        self.groups = max(1, images.shape[1] // filters.shape[1]) if in_groups else 1
+        self.is_transposed = operation.arguments.get("transposed", False)
+        self.groups = 1 if self.is_transposed else max(1, images.shape[1] // filters.shape[1])
         summed = images if self.is_transposed else result
         self.flops = 2 * prod(summed.shape) * prod(filters.shape[1:]) * self.calls  # without padding
         self.lies_last = images.channels_last or filters.channels_last  # cuDNN's choice of an order
         # The least seconds of all kernels, and how many there are, where some reorder images and filters.
-        window = self.fitted["window"] * (self.taps > 1)
-        self.start = operation.kernel * (self.fitted["floor"] + window) * self.part
+        self.start = operation.kernel * (self.fitted["floor"] + self.fitted["window"] * (self.taps > 1)) * self.part
         self.kernels = max(1, round(self.fitted["kernels"] * self.part))
 
 
 def forward(operation: Operation) -> Cost:
     """With a bias, which a kernel of its own adds to the result (aten/src/ATen/native/cudnn/ConvShared.cpp)."""
-    cost = _cost(_Convolution(operation, operation.inputs[0], operation.inputs[1], operation.outputs[0]))
-    seconds = operation.kernel + operation.reading(2 * operation.outputs[0].nbytes)
-    return _and(cost, seconds) if len(operation.inputs) > 2 else cost
+    (images, filters, *bias), result = operation.inputs, operation.outputs[0]
+    cost = _cost(_Convolution(operation, images, filters, result))
+    added = operation.kernel + operation.reading(2 * result.nbytes)
+    return Cost(cost.seconds + added, cost.kernels + 1, cost.host) if bias else cost
 
 
 def backward(operation: Operation) -> Cost:
     """With the gradient of a bias, which is a sum of its own."""
     gradient, images, filters = operation.inputs[:3]
-    halves = sum(part.shape in (images.shape, filters.shape) for part in operation.outputs[:2])
-    cost = _cost(_Convolution(operation, images, filters, gradient, max(1, halves)))
-    has_bias = len(filters.shape) > 2 and any(len(part.shape) == 1 for part in operation.outputs)
+    has_bias = any(len(part.shape) == 1 for part in operation.outputs)
+    cost = _cost(_Convolution(operation, images, filters, gradient, max(1, len(operation.outputs) - has_bias)))
     seconds = _SUM["floor_of_many"] * operation.kernel + operation.reading(gradient.nbytes, _SUM["share"])
-    return _and(cost, seconds) if has_bias else cost
-
-
-def _and(cost: Cost, seconds: float) -> Cost:
-    """One kernel more."""
-    return cost._replace(seconds=cost.seconds + seconds, kernels=cost.kernels + 1)
+    return Cost(cost.seconds + seconds, cost.kernels + 1, cost.host) if has_bias else cost
 
 
 def _cost(conv: _Convolution) -> Cost:
@@ -93,8 +86,7 @@ def _in_four_bytes(conv: _Convolution, cores: bool) -> Cost:
     if not (cores and conv.lies_last):
         passes = conv.part * (1 if cores else _FITTED["passes_without_cores"])  # other kernels take both as they lie
         seconds += passes * conv.operation.reading(conv.fitted["filters"] * filters.nbytes)
-        flow = conv.images.nbytes + conv.result.nbytes
-        seconds += conv.part * conv.operation.reading(conv.fitted["images"] * flow)
+        seconds += conv.part * conv.operation.reading(conv.fitted["images"] * (conv.images.nbytes + conv.result.nbytes))
     return Cost(seconds, conv.kernels, _HOST)
 
 
@@ -106,8 +98,7 @@ def _flops_in_tiles(conv: _Convolution) -> float:
         return 2 * pixels * conv.taps * into * rounded_out
     across, columns = tiles_of_window(into, conv.taps)
     flops = 2 * pixels * rounded_out * across * columns
-    both = conv.gradients > 1
-    return flops + (2 * pixels * conv.taps * out * rounded_up(into, _FITTED["columns"]) if both else 0)
+    return flops + (conv.gradients > 1) * 2 * pixels * conv.taps * out * rounded_up(into, _FITTED["columns"])
 
 
 # ---- in two bytes on tensor cores ------------------------------------------------------------------------------------
@@ -115,38 +106,25 @@ def _flops_in_tiles(conv: _Convolution) -> float:
 
 def _in_two_bytes(conv: _Convolution) -> Cost:
     if conv.is_transposed:  # the gradient of one from the result to the images
-        conv = _Convolution(conv.operation, conv.result, conv.filters, conv.images, conv.gradients)
+        operation = conv.operation._replace(arguments={})
+        conv = _Convolution(operation, conv.result, conv.filters, conv.images, conv.gradients)
     if conv.filters.shape[1] == 1 < conv.groups:
-        return _depthwise_in_two_bytes(conv)
-    if conv.gradients and conv.lies_last and _lacks_kernel(conv):
-        return _without_cores(conv)
+        fitted = _FITTED["depthwise"]  # mostly reading and writing, at a share of the bandwidth
+        share = (fitted["share_backward"] if conv.gradients else 1.0) if conv.lies_last else fitted["share_first"]
+        seconds = _depthwise(conv, fitted["arithmetic"]) / share
+        return Cost(fitted["floor"] * conv.operation.kernel + seconds, conv.calls, _HOST)
+    is_fast = conv.filters.shape[1] in _FITTED["fast_widths"] and conv.groups % _FITTED["fast_groups"] == 0
+    if conv.gradients and conv.lies_last and conv.groups > 1 and not is_fast:  # cuDNN has no kernel on tensor cores
+        speed = conv.operation.spec.flops.fp32 * _FITTED["slow_groups"] * conv.filters.shape[1] ** 0.5
+        return Cost(conv.flops / speed, conv.calls, _HOST)
     seconds = _in_products(conv)
     return Cost(seconds, conv.calls, _HOST) if conv.lies_last else _reordered(conv, seconds)
-
-
-def _depthwise_in_two_bytes(conv: _Convolution) -> Cost:
-    """Mostly reading and writing, at a share of the bandwidth."""
-    fitted = _FITTED["depthwise"]
-    share = (fitted["share_backward"] if conv.gradients else 1.0) if conv.lies_last else fitted["share_first"]
-    seconds = _depthwise(conv, fitted["arithmetic"]) / share
-    return Cost(fitted["floor"] * conv.operation.kernel + seconds, conv.calls, _HOST)
-
-
-def _lacks_kernel(conv: _Convolution) -> bool:
-    """Groups for whose gradients cuDNN has no kernel on tensor cores."""
-    is_fast = conv.filters.shape[1] in _FITTED["fast_widths"] and conv.groups % _FITTED["fast_groups"] == 0
-    return conv.groups > 1 and not is_fast
-
-
-def _without_cores(conv: _Convolution) -> Cost:
-    """At a share of the fp32 peak that grows with the width of a group."""
-    speed = conv.operation.spec.flops.fp32 * _FITTED["slow_groups"] * conv.filters.shape[1] ** 0.5
-    return Cost(conv.flops / speed, conv.calls, _HOST)
 
 
 def _in_products(conv: _Convolution) -> float:
     """Seconds of a product for each call, in tiles, or of reading and writing everything once."""
     images, filters, result, groups, spec = conv.images, conv.filters, conv.result, conv.groups, conv.operation.spec
+    how = groups, conv.operation.precision
     out, pixels = filters.shape[0] // groups, prod(result.shape) // result.shape[1]
     into = filters.shape[1] if groups > 1 else rounded_up(filters.shape[1], _FITTED["channels"])
     products = [(pixels, out, conv.taps * into)]
@@ -155,9 +133,7 @@ def _in_products(conv: _Convolution) -> float:
         products = [(out, conv.taps * into, pixels), (before, into, max(1, conv.taps * out * pixels // before))]
     once = conv.operation.reading(images.nbytes + filters.nbytes + result.nbytes)
     slower = spec.reached.tensor / spec.reached.conv_in_two_bytes
-    precision = conv.operation.precision
-    times = (in_tiles(spec, *sizes, groups, precision, tiles=_TILES)[0] for sizes in products[: conv.calls])
-    return sum(max(slower * seconds, once) for seconds in times)
+    return sum(max(slower * in_tiles(spec, *s, *how, tiles=_TILES)[0], once) for s in products[: conv.calls])
 
 
 def _reordered(conv: _Convolution, seconds: float) -> Cost:

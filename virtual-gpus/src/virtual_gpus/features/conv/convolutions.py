@@ -199,12 +199,10 @@ def weight_elsewhere(call: OpCall, name: str, common: torch.device, device: torc
 
 
 _TIMES, _TIMES_BACKWARD = (
-    OperatorClass(formula, is_fusible=False, tf32_setting="conv", depends_on_strides=True)
+    OperatorClass(formula, is_fusible=False, tf32_setting="conv", depends_on_strides=True, arguments=("transposed",))
     for formula in (convolution_costs.forward, convolution_costs.backward)
 )
 OPERATORS = {
     "convolution": Row(_TIMES, convolution, cpu_kernel=widened, mixture=weight_elsewhere),
-    "convolution_overrideable": Row(_TIMES, convolution),
     "convolution_backward": Row(_TIMES_BACKWARD, convolution_backward, cpu_kernel=widened),
-    "convolution_backward_overrideable": Row(_TIMES_BACKWARD, convolution_backward),
 }

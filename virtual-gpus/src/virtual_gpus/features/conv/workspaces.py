@@ -3,37 +3,7 @@
 cuDNN picks one of its kernels by a heuristic that is not published; a workspace holds what that kernel needs. So the
 rules below are an estimate. Their kinds of buffers (layout copies, partial sums, tiles of Winograd's and of Fourier's
 transform, tables of offsets) follow from how such kernels work; when which is used, and all constants, were chosen on
-cases measured on an H200. figures.toml tells which, and what is known to be off.
-
-Measured, in several calls each:
-
-- Tensor cores read channels last (NHWC). What PyTorch hands over channels first is copied; an image of one pixel is
-  the same in both orders, and so is a 1x1 filter. 16 bytes are added.
-- Forward: copies of input and filters; else the kernel writes NCHW itself.
-- Gradient of the input: copies of all three. Strided 1x1 convolutions: none, unless the output is one pixel.
-- Gradient of the filters: copies of input and gradient (channels in whole vectors of 16 bytes), and one set of fp32
-  filters for each part into which the sum over pixels is split, so that tiles x parts fill the SMs once. To turn the
-  result costs one more set. Images of one pixel: a table of offsets, 4 bytes per element of a filter.
-- 3x3 filters on 4096 pixels or fewer get theirs by Winograd's transform of 4x4 tiles, which is written out, if there
-  are at least as many pixels as channels and not too many products.
-- 1x1 filters on images of two to four pixels get theirs by a matrix product for each image: one set of fp32 filters
-  for each image of the batch, and no copies.
-
-Fitted, each to one to four calls of known size; the steps of the other ResNets bear it out, roughly:
-
-- The forward copies its output as well (written NHWC, then turned) when there are enough tiles of 128x128 for all SMs,
-  in first layers (fewer than 4 channels), where sums are deep, and in strided 1x1 convolutions.
-- The input's gradient takes no copies where those of the filters would be more than twice the images'. Between images
-  of one pixel it splits its deep sum, with partial sums for whole tiles.
-- The least length of a part of a sum, and the limits of Winograd's transform.
-- 5x5 filters get theirs by Fourier's transform: tiles of 32x32 numbers for all planes of images and gradients, before
-  and after they are put in order, and of the filters. Fewer than 32 channels, and images that do not fit into one tile
-  with their margin, are treated as any other.
-
-Guessed: fewer than 8 channels padded to 8 in the input's gradient; 3d and grouped convolutions (as the others),
-channels last (the same without the copies), 2-byte types beyond one layer, other GPUs, and whatever runs without tensor
-cores (fp32 before Ampere, fp64, TF32 forbidden): kernels for channels first, which take the table of offsets.
-Depthwise: nothing, measured for PyTorch's own kernels, guessed for cuDNN's.
+cases measured on an H200. figures.toml tells which, what each rule rests on, and what is known to be off.
 """
 
 from __future__ import annotations

@@ -38,17 +38,13 @@ def layer_norm(call: OpCall) -> tuple[torch.Tensor, ...]:
 
 def layer_norm_backward(call: OpCall) -> tuple[torch.Tensor, ...]:
     """With very many rows, the gradients of weight and bias are added up in two steps (layer_norm_kernel.cu)."""
-    return call.run(*packed_copies(call, ("input", "grad_out")), *_partial_gradients(call))
-
-
-def _partial_gradients(call: OpCall) -> list[int]:
+    sizes = packed_copies(call, ("input", "grad_out"))
     tensor, columns = call["input"], torch.Size(call["normalized_shape"]).numel()
     rows = tensor.numel() // max(1, columns)
-    if rows <= _MANY_ROWS or columns // 32 >= call.gpu.spec.multi_processor_count // 2:
-        return []
-    blocks = min(_MANY_ROWS // 2 // ceil_div(columns, 32), ceil_div(rows, 32))
-    size = blocks * columns * tensor.element_size()
-    return [size for name in ("weight", "bias") if call[name] is not None]
+    if rows > _MANY_ROWS and columns // 32 < call.gpu.spec.multi_processor_count // 2:
+        blocks = min(_MANY_ROWS // 2 // ceil_div(columns, 32), ceil_div(rows, 32))
+        sizes += [blocks * columns * tensor.element_size() for name in ("weight", "bias") if call[name] is not None]
+    return call.run(*sizes)
 
 
 def group_norm(call: OpCall) -> tuple[torch.Tensor, ...]:
@@ -94,23 +90,21 @@ def _channels_last(tensor: torch.Tensor) -> bool:
 
 
 def _partial_sums(tensor: torch.Tensor, per_block: int) -> tuple[int, ...]:
-    """Bytes of `per_block` floats per channel and thread block, and a semaphore per column of blocks."""
+    """Bytes of `per_block` floats per channel and thread block, and a semaphore per column of blocks, which share a
+    channel (flexible_launch_configs: at least 16 rows per thread, at most 128 blocks)."""
     channels = tensor.shape[1]
-    blocks = _blocks(tensor.numel() // channels, channels)
-    return (per_block * channels * blocks * 4, ceil_div(channels, 32) * 4) if blocks > 1 else ()
-
-
-def _blocks(rows: int, channels: int) -> int:
-    """How many blocks share a channel (flexible_launch_configs: at least 16 rows per thread, at most 128 blocks)."""
-    width = min(power_of_2(channels), 32)
+    rows, width = tensor.numel() // channels, min(power_of_2(channels), 32)
     height = min(power_of_2(ceil_div(rows, _ELEMENTS_PER_THREAD)), _LAST_BLOCK // width)
     blocks = min(128, ceil_div(rows, height * _ELEMENTS_PER_THREAD))
-    return blocks if blocks >= 8 else 1  # fewer are not worth their trouble
+    return (per_block * channels * blocks * 4, ceil_div(channels, 32) * 4) if blocks >= 8 else ()  # fewer do not pay
 
 
 def _batch_norm_cost(operation: Operation) -> Cost:
     """A block of threads per channel: few channels leave the GPU half idle, unless the channels are last."""
-    backward = not operation.name.endswith("norm")
+    training = operation.arguments.get("training")  # which the operator of a backward pass does not have
+    if training is False:
+        return _EVALUATION.cost(operation)
+    backward = training is None
     images, fitted = operation.inputs[backward], FITTED["batch_norm"]
     channels = images.shape[1] if len(images.shape) > 1 else 1
     direction = FITTED["batch_norm_backward" if backward else "batch_norm_forward"]
@@ -124,8 +118,7 @@ def _batch_norm_cost(operation: Operation) -> Cost:
     if not images.channels_last:
         busy = channels / (fitted["waves"] * operation.spec.multi_processor_count)
         share = min(1.0, max(fitted["least"], busy)) * direction["share"]
-    moved = images.nbytes * (3 if backward else 2)
-    return Cost(fitted["floor"] * operation.kernel + operation.reading(moved, share), 1)
+    return Cost(fitted["floor"] * operation.kernel + operation.reading(images.nbytes * (2 + backward), share), 1)
 
 
 def _group_norm_cost(operation: Operation) -> Cost:
@@ -137,12 +130,12 @@ def _group_norm_cost(operation: Operation) -> Cost:
 
 
 _EVALUATION = moves("copied_in", lambda operation: 2 * operation.outputs[0].nbytes)  # reads and writes once
-_BATCH_NORM = OperatorClass(_batch_norm_cost, depends_on_strides=True, unless=("training", _EVALUATION.cost))
+_BATCH_NORM = OperatorClass(_batch_norm_cost, depends_on_strides=True, arguments=("training",))
 OPERATORS = {
     "native_layer_norm": Row(moves("layer_norm"), layer_norm),
     "native_layer_norm_backward": Row(moves("layer_norm_backward"), layer_norm_backward),
     "native_group_norm": Row(OperatorClass(_group_norm_cost), group_norm),
     "native_group_norm_backward": Row(moves("group_norm_backward"), group_norm_backward),
     "native_batch_norm": Row(_BATCH_NORM, batch_norm),
-    "native_batch_norm_backward": Row(OperatorClass(_batch_norm_cost, depends_on_strides=True), batch_norm_backward),
+    "native_batch_norm_backward": Row(_BATCH_NORM, batch_norm_backward),
 }

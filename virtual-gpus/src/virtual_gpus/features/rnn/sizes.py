@@ -1,16 +1,7 @@
 """How much memory cuDNN wants for an LSTM, GRU or RNN: its weight buffer, reserve, workspace and dropout state.
 
 cuDNN publishes no formulas. These are built from what it must hold, out of one unit: a *sequence* of `time x batch x
-hidden` elements. What is known, and from where:
-
-- Weight buffer: documented, and equal to the measured sizes. Which algorithm runs: PyTorch's rules, from its source.
-- Reserve: all recurrent networks measured on an H200 (tests/data/h200) to the byte, as well as sizes that others
-  published for four layers of LSTM and GRU with an old cuDNN.
-- Workspace of the standard algorithm: a weight copy (as in old versions), the copies that PyTorch's padded layout
-  asks for, the gates of one layer, and further sequences, whose numbers figures.toml has.
-- Workspace of the small-hidden algorithm: three further sequences for each gate.
-- Guesses: the workspace of inference, of plain RNNs, with projections; all sizes in float16, for which the elements are
-  counted at two bytes.
+hidden` elements. figures.toml says what is known of each, and from where.
 
 Source of the rules: aten/src/ATen/native/cudnn/RNN.cpp (get_algo), aten/src/ATen/cudnn/Descriptors.h (padded layout).
 """
