@@ -291,6 +291,15 @@ def test_times_do_not_depend_on_numbers_or_on_who_looks_on():
     assert found[0] == found[1] == found[2] != found[3] == found[4] == found[5]
 
 
+def test_few_rows_of_a_large_table_and_a_transposed_convolution_take_their_own_time(gpus):
+    table, rows, x = (torch.empty(shape, device="cuda") for shape in ((1 << 16, 1024), (2, 1024), (64, 64, 64, 64)))
+    nets, at = [torch.nn.ConvTranspose2d(64, n, 2, 2).cuda() for n in (64, 65)], rows[:, 0].long()
+    with record_timeline() as timeline:
+        _ = table.index_copy_(0, at, rows), table.take(at), [net(x) for net in nets]
+    copied, taken, same, more = (span.end - span.start for span in timeline.spans)
+    assert max(copied, taken) < 0.1 * MS < same < more
+
+
 def test_a_group_norm_of_few_groups_leaves_the_gpu_half_idle():
     def seconds(groups):
         outputs = [Operand(shape, 4) for shape in ((8, 64, 64, 64), (8, groups), (8, groups))]

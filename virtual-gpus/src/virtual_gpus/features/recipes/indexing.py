@@ -8,12 +8,13 @@ sizes give the H200's figures to the byte.
 from __future__ import annotations
 
 import functools
+from itertools import zip_longest
 from math import prod
 
 import torch
 
 from virtual_gpus import errors
-from virtual_gpus.clock.cost import CHARGED_ELSEWHERE, FITTED, READS_AND_WRITES, OperatorClass, bytes_of, moves
+from virtual_gpus.clock.cost import CHARGED_ELSEWHERE, FITTED, READS_AND_WRITES, Bytes, OperatorClass, bytes_of, moves
 from virtual_gpus.clock.work import Cost, Operation
 from virtual_gpus.dispatch.op_call import OpCall
 from virtual_gpus.dispatch.timing import charge_read, send
@@ -139,35 +140,78 @@ def _embedding_backward_cost(operation: Operation) -> Cost:
     return Cost(operation.kernel * floor + operation.reading(written), 2 if numbers <= _INDICES_WALKED else 8)
 
 
+def _writes(nbytes: Bytes, *arguments: str) -> OperatorClass:
+    """Operators that move `nbytes` where indices say. If not in place, they copy the first tensor before, but for
+    gradients, which CUDA adds up in place (TensorAdvancedIndexing.cpp and cuda/Indexing.cu in aten/src/ATen/native)."""
+
+    def moved(operation: Operation) -> float:
+        is_there = operation.in_place or operation.arguments.get("accumulate", False)
+        return nbytes(operation) + (0 if is_there else 2 * operation.inputs[0].nbytes)
+
+    return moves("rows_added", moved)._replace(arguments=arguments)
+
+
+def _put_bytes(operation: Operation) -> int:
+    """A mask, of a byte for each number, may name all of them. Other indices name as many as they broadcast to."""
+    target, *indices, values = operation.inputs
+    if any(index.itemsize == 1 for index in indices):
+        return operation.nbytes
+    rest = (size for size, given in zip_longest(target.shape, operation.arguments["indices"]) if not given)
+    named = prod(map(max, zip_longest(*(index.shape[::-1] for index in indices), fillvalue=1))) * prod(rest)
+    return bytes_of((*indices, values)) + named * target.itemsize * (1 + operation.arguments["accumulate"])
+
+
+def _scattered_bytes(operation: Operation) -> int:
+    """One by one, by the indices, perhaps from a source and what was there."""
+    target, index, *source = operation.inputs
+    passes = 1 + len(source) + any(map(operation.arguments.get, ("reduce", "accumulate")))
+    return prod(index.shape) * (index.itemsize + target.itemsize * passes)
+
+
+def _named_bytes(operation: Operation) -> int:
+    """Of the slices that an index names."""
+    first, index, dim = *operation.inputs[:2], operation.arguments.get("dim", 0)
+    return first.nbytes // max(1, (first.shape or (1,))[dim]) * prod(index.shape)
+
+
 _TAKES = moves("rows_taken", lambda operation: 2 * bytes_of(operation.outputs))  # only the rows that are asked for
-_ADDS = moves("rows_added", lambda operation: 3 * operation.inputs[-1].nbytes)  # only the named rows
+_BAGS = moves("rows_taken", lambda operation: _named_bytes(operation) + operation.nbytes - operation.inputs[0].nbytes)
+_ADDS = _writes(lambda operation: 3 * operation.inputs[-1].nbytes)  # only the named rows
+_COPIES = _writes(lambda operation: 2 * operation.inputs[-1].nbytes)
+_PUTS, _FILLS = _writes(_put_bytes, "indices", "accumulate"), _writes(_named_bytes, "dim")
+_SCATTERS = _writes(_scattered_bytes, "reduce", "accumulate")
 _ZEROS_AND_VALUES = moves("zeros_and_values", lambda operation: operation.nbytes + bytes_of(operation.inputs))
 _row = functools.partial(Row, READS_AND_WRITES)
 _indexed = functools.partial(Row, check=make_indices, on_host={"indices"}, mixture=indices_elsewhere)
 OPERATORS = {
-    "index": _indexed(_TAKES),
-    **dict.fromkeys(("_unsafe_index", "index_put_", "_unsafe_index_put"), _indexed(READS_AND_WRITES)),
-    **dict.fromkeys(("index_put", "_index_put_impl_"), _indexed(READS_AND_WRITES, index_put)),
+    **dict.fromkeys(("index", "_unsafe_index"), _indexed(_TAKES)),
+    **dict.fromkeys(("index_put_", "_unsafe_index_put"), _indexed(_PUTS)),
+    **dict.fromkeys(("index_put", "_index_put_impl_"), _indexed(_PUTS, index_put)),
     "masked_select": Row(CHARGED_ELSEWHERE, masked_select),
-    "index_fill_": _row(on_host={"index"}),  # x[i] = 5 ends here if x is on the CPU for C++; on CUDA it is index_put_
+    "index_fill": Row(_FILLS),
+    "index_fill_": Row(_FILLS, on_host={"index"}),  # x[i] = 5, where C++ sees CPU tensors; on CUDA it is index_put_
     "tensor_split": _row(on_host={"tensor_indices_or_sections"}),
     "embedding": Row(_TAKES, packed("indices"), mixture=embedding_elsewhere),
     "embedding_dense_backward": Row(OperatorClass(_embedding_backward_cost, is_fusible=False), embedding_backward),
-    **dict.fromkeys(("index_select", "gather"), Row(_TAKES)),
-    "index_add_": Row(_ADDS),
+    **dict.fromkeys(("index_select", "gather", "take"), Row(_TAKES)),
+    **dict.fromkeys(("_embedding_bag", "_embedding_bag_forward_only"), Row(_BAGS)),
+    **dict.fromkeys(("index_copy", "index_copy_"), Row(_COPIES)),
+    **dict.fromkeys(("index_add", "index_add_", "scatter_add", "scatter_add_"), Row(_ADDS)),
     **dict.fromkeys(("select_backward", "slice_backward"), Row(_ZEROS_AND_VALUES)),
     **dict.fromkeys(("masked_fill", "masked_fill_"), _row(mixture=mask_elsewhere)),
     **dict.fromkeys(
         ("_embedding_bag_backward", "_embedding_bag_dense_backward"),
         _row(check=not_deterministic("embedding_bag_backward_cuda_max", lambda call: call["mode"] == _MAX)),
     ),
-    **dict.fromkeys(("index_reduce", "index_reduce_"), _row(check=not_deterministic("index_reduce_cuda"))),
+    **dict.fromkeys(("index_reduce", "index_reduce_"), Row(_ADDS, check=not_deterministic("index_reduce_cuda"))),
     # The CPU's kernel refuses the other calls of `put_` itself.
-    **dict.fromkeys(("put", "put_"), _row(check=not_deterministic("put_", lambda call: call["accumulate"]))),
-    **dict.fromkeys(("scatter", "scatter_"), _row(check=not_deterministic("scatter_reduce_cuda_kernel", _multiplies))),
+    **dict.fromkeys(("put", "put_"), Row(_SCATTERS, check=not_deterministic("put_", lambda call: call["accumulate"]))),
+    **dict.fromkeys(
+        ("scatter", "scatter_"), Row(_SCATTERS, check=not_deterministic("scatter_reduce_cuda_kernel", _multiplies))
+    ),
     **dict.fromkeys(
         ("scatter_reduce", "scatter_reduce_"),
-        _row(check=not_deterministic("scatter_reduce_cuda_prod_", lambda call: call["reduce"] == "prod")),
+        Row(_SCATTERS, check=not_deterministic("scatter_reduce_cuda_prod_", lambda call: call["reduce"] == "prod")),
     ),
 }
 
