@@ -31,7 +31,7 @@ class _Convolution:
         self.part = gradients / 2 or 1  # of that
         self.taps = prod(filters.shape[2:])  # pixels of a filter
         self.is_transposed = operation.arguments.get("transposed", False)
-        self.groups = 1 if self.is_transposed else max(1, images.shape[1] // filters.shape[1])
+        self.groups = 1 if self.is_transposed else max(1, images.shape[1] // max(1, filters.shape[1]))
         summed = images if self.is_transposed else result
         self.flops = 2 * prod(summed.shape) * prod(filters.shape[1:]) * self.calls  # without padding
         self.lies_last = images.channels_last or filters.channels_last  # cuDNN's choice of an order
@@ -58,6 +58,8 @@ def backward(operation: Operation) -> Cost:
 
 
 def _cost(conv: _Convolution) -> Cost:
+    if not conv.flops:  # no channel, no image
+        return Cost(conv.operation.kernel, 1, _HOST)
     cores = conv.operation.precision in conv.operation.spec.tensor_cores
     if cores and conv.images.itemsize == 2 and len(conv.filters.shape) > 2:
         return _in_two_bytes(conv)
