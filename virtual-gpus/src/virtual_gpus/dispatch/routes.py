@@ -53,7 +53,7 @@ def particular(call: OpCall) -> Any:
     is_dense = call.on_one_gpu or all(map(has_storage, call.tensors))  # CUDA has other kernels for sparse tensors
     result = op.recipe(call) if op.recipe is not None and is_dense else call.run()
     charge_op(call, result)
-    if reads and op.formula is not CHARGED_ELSEWHERE.cost:  # else its parts have waited
+    if reads and (op.recipe is None or op.formula is not CHARGED_ELSEWHERE.cost):  # else its parts have waited
         charge_read(call)
     return result
 
