@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 from virtual_gpus import active_machine
-from virtual_gpus.dispatch.op_call import OpCall
+from virtual_gpus.dispatch.operators import OpCall
 from virtual_gpus.memory_model import round_size
 
 from benchmarks.reference import measure

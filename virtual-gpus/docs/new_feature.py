@@ -10,7 +10,8 @@ import argparse
 from pathlib import Path
 
 import torch
-from virtual_gpus import features, operators
+from virtual_gpus import features
+from virtual_gpus.dispatch import operators
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = '"""{what}."""\n'
@@ -19,8 +20,7 @@ MODULE = '''"""{what}: how CUDA uses memory. Name the file of PyTorch, or the me
 from __future__ import annotations
 
 from virtual_gpus.clock.cost import READS_AND_WRITES
-from virtual_gpus.dispatch.op_call import OpCall
-from virtual_gpus.operators import Row
+from virtual_gpus.dispatch.operators import OpCall, Row
 
 
 def {operator}(call: OpCall):

@@ -8,9 +8,9 @@ import torch
 from virtual_gpus import active_machine, record_timeline, virtual_gpus
 from virtual_gpus.clock.clock import Clock, Track
 from virtual_gpus.clock.work import Operand, added_on_host
+from virtual_gpus.dispatch.operators import cost
 from virtual_gpus.features.data_parallel.parallel import ConcurrentThreads
 from virtual_gpus.gpus import kinds, spec
-from virtual_gpus.operators import cost
 
 MS = 1e-3
 

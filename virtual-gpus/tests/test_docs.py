@@ -7,7 +7,7 @@ from pathlib import Path
 import bugs
 import pytest
 import torch
-from virtual_gpus.dispatch.op_call import OpCall
+from virtual_gpus.dispatch.operators import OpCall
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = (ROOT / "docs" / "a_small_virtual_gpu.md").read_text(encoding="utf-8")

@@ -4,7 +4,7 @@ import pytest
 import torch
 from virtual_gpus import record_timeline
 from virtual_gpus.dispatch import timing
-from virtual_gpus.operators import operator
+from virtual_gpus.dispatch.operators import operator
 
 SIDE, MIB = 1024, 1 << 20
 GPUS = {"count": 1, "kind": "H200", "shapes_only": True}

@@ -1,6 +1,7 @@
 """Answers of meta kernels that are kept: always what PyTorch itself answers."""
 
 from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,8 +10,8 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 from virtual_gpus import virtual_gpus
 from virtual_gpus.dispatch import known
+from virtual_gpus.dispatch.operators import _ask, operator
 from virtual_gpus.features import rms_norm
-from virtual_gpus.operators import operator
 
 aten = torch.ops.aten
 META = {"device": "meta"}
@@ -25,12 +26,12 @@ def ask(monkeypatch):
     """Asks as the engine does, of which nothing is known yet, and counts how often the meta kernel answers."""
     monkeypatch.setattr(known, "_known", {})
 
-    def ask(func, *args, **kwargs):
-        def kernel():
+    def ask(func, *args, kernel=None, **kwargs):
+        def run():
             ask.times += 1
-            return func(*args, **kwargs)
+            return (kernel or func)(*args, **kwargs)
 
-        return known.ask(operator(func), args, kwargs, kernel)
+        return _ask(SimpleNamespace(op=operator(func), args=args, kwargs=kwargs), run)
 
     ask.times = 0
     return ask
@@ -114,9 +115,8 @@ def test_factors_and_the_default_type(ask):
 
 def test_results_that_share_memory_are_asked_every_time_and_answers_have_an_end(monkeypatch, ask):
     x = t(4, 3)
-    for result in (x, x[0], t(8, 3)[:4], [t(2)] * 2, 3):
-        for _ in range(2):
-            known.ask(operator(aten.relu.default), (x,), {}, lambda result=result: result)
+    for result in 2 * (x, x[0], t(8, 3)[:4], [t(2)] * 2, 3):
+        ask(aten.relu.default, x, kernel=lambda _, result=result: result)
     assert not known._known
     monkeypatch.setattr(known, "_MOST", 3)
     for n in range(1, 12):

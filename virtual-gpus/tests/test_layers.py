@@ -14,7 +14,7 @@ SOURCE = ROOT / "src" / "virtual_gpus"
 # "virtual_gpus" is the package's own __init__. "children" is run by other processes, see processes/children.py.
 LAYERS = """
 arithmetic figures versions gpus files collector memory memory_model clock settings processes driver errors follower
-threads machine entrance placement operators dispatch patches timeline features switch testing plan measure virtual_gpus
+threads machine entrance placement dispatch patches timeline features switch testing plan measure virtual_gpus
 __main__ children
 """.split()
 

@@ -9,7 +9,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 from virtual_gpus import virtual_gpus
-from virtual_gpus.operators import operator
+from virtual_gpus.dispatch.operators import operator
 
 
 def shapes(rank):

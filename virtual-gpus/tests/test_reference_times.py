@@ -12,7 +12,7 @@ from benchmarks import clock
 from benchmarks.reference import timing
 from benchmarks.reference.cases import CASES
 from virtual_gpus.clock import cost
-from virtual_gpus.operators import ROWS
+from virtual_gpus.dispatch.operators import ROWS
 
 MEASURED = timing.measured_steps()
 steps = functools.cache(lambda: timing.steps(CASES))

@@ -13,9 +13,9 @@ import torch
 
 from virtual_gpus.clock.work import Operand
 from virtual_gpus.dispatch import valueless
+from virtual_gpus.dispatch.operators import cost
 from virtual_gpus.dispatch.timing import Place, await_tensors, send, times
 from virtual_gpus.machine import active
-from virtual_gpus.operators import cost
 from virtual_gpus.placement import storages
 from virtual_gpus.placement.random_numbers import is_state
 from virtual_gpus.placement.storages import StorageAllocation, gpu_of, has_values, is_pinned, nbytes, pin, place, put

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from virtual_gpus.dispatch import valueless
-from virtual_gpus.dispatch.op_call import OpCall, refuse_gpu_generator
+from virtual_gpus.dispatch.operators import OpCall, refuse_gpu_generator
 from virtual_gpus.dispatch.timing import charge_op
 from virtual_gpus.machine import VirtualGPU, VirtualMachine, active, find_gpu
 from virtual_gpus.placement.creation_sites import record_creation_site

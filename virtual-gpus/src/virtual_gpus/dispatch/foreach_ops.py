@@ -12,7 +12,7 @@ import torch
 
 from virtual_gpus import errors
 from virtual_gpus.dispatch import valueless
-from virtual_gpus.dispatch.op_call import OpCall
+from virtual_gpus.dispatch.operators import OpCall
 from virtual_gpus.dispatch.timing import charge_foreach
 from virtual_gpus.machine import VirtualGPU
 from virtual_gpus.placement.storages import device_of, gpu_of, place, place_all
@@ -24,7 +24,7 @@ def run(call: OpCall) -> Any:
     valueless.prepare(call)
     result = None  # fused ones change numbers in place, of which there may be none; not all have a meta kernel
     if not (op.is_fused and op.in_place and call.gpu.machine.shapes_only):
-        result = call.compute() if op.recipe is None else op.recipe(call)
+        result = call.compute() if op.row.recipe is None else op.row.recipe(call)
         place_rows(columns, gpus, result)
     charge_foreach(call, columns, gpus, result)
     return result

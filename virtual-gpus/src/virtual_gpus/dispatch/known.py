@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from virtual_gpus.operators import Operator
 from virtual_gpus.placement.storages import tensors_in
 
 Args, Kwargs, Run = tuple[Any, ...], dict[str, Any], Callable[[], Any]
@@ -46,11 +45,14 @@ class _Unusual(Exception):
 _known: dict[Any, Any] = {}  # question -> a form, None, a list or tuple of these, or _FIRST
 
 
-def ask(op: Operator, args: Args, kwargs: Kwargs, run: Run) -> Any:
-    """The results of an operator on meta tensors: made at once if they are known, else by `run()`."""
-    if not op.keeps_answers or torch._C._len_torch_dispatch_stack():  # another mode wants to see every operator
+def ask(op: object, args: Args, kwargs: Kwargs, run: Run, by_element: bool, in_place: bool) -> Any:
+    """The results of an operator on meta tensors: made at once if they are known, else by `run()`.
+
+    by_element: it takes lists. in_place: its result is its first argument.
+    """
+    if torch._C._len_torch_dispatch_stack():  # another mode wants to see every operator
         return run()
-    return _answer(op, args, kwargs, run, op.by_element, bool(op.written))
+    return _answer(op, args, kwargs, run, by_element, in_place)
 
 
 def computed(function: Callable[..., Any], *args: Any) -> Any:
@@ -61,7 +63,7 @@ def computed(function: Callable[..., Any], *args: Any) -> Any:
 
 
 def _answer(asks: object, args: Args, kwargs: Kwargs, run: Run, by_element: bool, in_place: bool) -> Any:
-    """asks: the operator or function. by_element: it takes lists. in_place: its result is its first argument."""
+    """asks: the operator or function."""
     asked = [asks, torch.get_default_dtype(), torch._C._get_deterministic_algorithms()]
     try:
         asked += [_part(value, by_element) for value in args]

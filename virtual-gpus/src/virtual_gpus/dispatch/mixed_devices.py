@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from virtual_gpus import errors
-from virtual_gpus.dispatch.op_call import OpCall
+from virtual_gpus.dispatch.operators import OpCall
 from virtual_gpus.placement.creation_sites import may_be_adopted
 from virtual_gpus.placement.storages import device_of, former_gpu_of, gpu_of, place
 
@@ -20,7 +20,7 @@ def resolve_common_device(call: OpCall) -> None:
         if where is None and (may_be_adopted(tensor, site) or (tensor.is_meta and gpu.machine.shapes_only)):
             place(tensor, gpu)
             where = gpu
-        if where is None and (name in call.op.allowed_on_host or _is_free_scalar(call, name, tensor)):
+        if where is None and (name in call.op.row.on_host or _is_free_scalar(call, name, tensor)):
             continue
         device = device_of(tensor)
         if common is None:
@@ -38,7 +38,7 @@ def _is_free_scalar(call: OpCall, name: str, tensor: torch.Tensor) -> bool:
 
 def _mixture_error(call: OpCall, name: str, common: torch.device, device: torch.device) -> Exception:
     op = call.op
-    own = None if op.mixture is None else op.mixture(call, name, common, device)
+    own = None if op.row.mixture is None else op.row.mixture(call, name, common, device)
     if own is not None:
         return own
     if errors.checks_each_argument(op.name):

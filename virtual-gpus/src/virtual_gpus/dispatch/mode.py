@@ -10,7 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode
 
 from virtual_gpus import errors
-from virtual_gpus.dispatch.op_call import OpCall
+from virtual_gpus.dispatch.operators import OpCall
 from virtual_gpus.entrance import entrance_of_dispatch, seen_from_outside
 from virtual_gpus.follower import NO_FOLLOWER
 from virtual_gpus.machine import active

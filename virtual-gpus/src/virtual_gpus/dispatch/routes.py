@@ -11,14 +11,12 @@ from typing import Any
 import torch
 
 from virtual_gpus import errors
-from virtual_gpus.clock.cost import CHARGED_ELSEWHERE
 from virtual_gpus.dispatch import creation, foreach_ops, valueless
 from virtual_gpus.dispatch.copies import charge_copy, lie_alike
 from virtual_gpus.dispatch.mixed_devices import resolve_common_device
-from virtual_gpus.dispatch.op_call import OpCall, refuse_gpu_generator
+from virtual_gpus.dispatch.operators import Kind, OpCall, Route, refuse_gpu_generator
 from virtual_gpus.dispatch.timing import charge_op, charge_read
 from virtual_gpus.entrance import calling_frame
-from virtual_gpus.operators import Kind, Route
 from virtual_gpus.placement.creation_sites import may_be_adopted, record_creation_site
 from virtual_gpus.placement.storages import former_gpu_of, gpu_of, has_storage, has_values, place, storages
 from virtual_gpus.threads import seen, this_thread
@@ -31,7 +29,7 @@ def ordinary(call: OpCall) -> Any:
     """Most operators, with all tensors on one GPU."""
     if not call.on_one_gpu:
         return on_host(call) if call.gpu is None else particular(call)
-    result = call.run() if call.op.recipe is None else call.op.recipe(call)
+    result = call.op.recipe(call)
     charge_op(call, result)
     return result
 
@@ -51,9 +49,9 @@ def particular(call: OpCall) -> Any:
         charge_read(call)
         return valueless.value(call)
     is_dense = call.on_one_gpu or all(map(has_storage, call.tensors))  # CUDA has other kernels for sparse tensors
-    result = op.recipe(call) if op.recipe is not None and is_dense else call.run()
+    result = op.recipe(call) if is_dense else call.run()
     charge_op(call, result)
-    if reads and (op.recipe is None or op.formula is not CHARGED_ELSEWHERE.cost):  # else its parts have waited
+    if reads and not op.row.in_parts:  # else these have waited
         charge_read(call)
     return result
 

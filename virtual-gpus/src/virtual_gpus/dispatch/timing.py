@@ -18,15 +18,15 @@ from virtual_gpus.clock.clock import COPY_IN, COPY_OUT, TO_THE_CPU, TO_THE_GPU
 from virtual_gpus.clock.links import PINNED_START, REACHED
 from virtual_gpus.clock.work import Cost, Format, Operand, Operation
 from virtual_gpus.dispatch.measured_calls import key_of
-from virtual_gpus.dispatch.op_call import OpCall
+from virtual_gpus.dispatch.operators import OpCall, Operator, cost
 from virtual_gpus.machine import VirtualGPU
-from virtual_gpus.operators import cost
 from virtual_gpus.placement.storages import allocation_of, gpu_of, tensors_in
 from virtual_gpus.threads import this_thread
 
-Tensors, TensorList = Iterable[torch.Tensor], Sequence[torch.Tensor]
+Tensors, TensorList, Operands = Iterable[torch.Tensor], Sequence[torch.Tensor], tuple[Operand, ...]
+_Dtype, _More = torch.dtype, tuple[tuple[tuple[int, ...], ...], tuple[Any, ...], str]
 MaybeCall, Place = OpCall | None, VirtualGPU | None  # no place: the computer
-_PRECISION: dict[torch.dtype, Format] = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float64: "fp64"}
+_PRECISION: dict[_Dtype, Format] = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float64: "fp64"}
 _kept: dict[Any, LaunchTimes] = {}
 _allows_tf32 = torch._C._get_fp32_precision_getter
 _grad_enabled, _Tensor = torch.is_grad_enabled, torch.Tensor
@@ -34,6 +34,8 @@ _grad_enabled, _Tensor = torch.is_grad_enabled, torch.Tensor
 _form, _is_trained = attrgetter("shape", "dtype"), attrgetter("requires_grad")
 _stride, _elements, _itemsize = _Tensor.stride, _Tensor.numel, _Tensor.element_size
 _PLAIN = frozenset((bool, int, float, str, type(None)))
+_MOST = 65536  # times that are kept
+_NO_MORE: _More = (), (), ""
 
 
 @dataclass(frozen=True, slots=True)  # and no tuple: a warm operator reads its attributes faster
@@ -56,20 +58,16 @@ def charge_op(call: OpCall, result: Any) -> None:
         return
     try:
         made = _form(result) if type(result) is _Tensor else tuple(map(_form, tensors_in(result) or _filled(call)))
-        seen = gpu.spec.kind, op, _more(call) if op.wants_more else None, made, *map(_form, tensors)
+        key = gpu.spec.kind, op, _more(call) if op.wants_more else _NO_MORE, made, *map(_form, tensors)
     except RuntimeError:
         if any(part.is_nested or torch.nn.parameter.is_lazy(part) for part in (*tensors, *tensors_in(result))):
             return  # neither has a shape: they take no modelled time
         raise
-    kept = _kept.get(seen)
-    if kept is None:
-        kept = _kept[seen] = _look_up(call, tensors_in(result) or _filled(call))
-        if len(_kept) > 65536:
-            _kept.clear()
-    if not kept.seconds:
-        machine.clock.spend(kept.host, gpu.slot)
-        return
-    _issue(gpu, op.base, tensors, kept, call)
+    needs = _kept.get(key) or _find(key, gpu, op, *_operands(call, tensors_in(result) or _filled(call), key[2]))
+    if needs.seconds:
+        _issue(gpu, op.base, tensors, needs, call)
+    else:
+        machine.clock.spend(needs.host, gpu.slot)
 
 
 def _issue(
@@ -121,14 +119,13 @@ def charge_foreach(call: OpCall, columns: list[TensorList], gpus: list[VirtualGP
         # A list that is given twice is read once: `addcmul` squares the gradient in every optimizer.
         reads = {(id(row[0]), id(row[-1])): row for row in rows}.values()
         # How long lists take depends on their elements and bytes (`cost`), which are found faster than all shapes.
-        sizes, elements = tuple(map(len, rows)), sum(map(_elements, rows[0]))
-        seen = gpu.spec.kind, op, sizes, elements, *map(_nbytes, reads), arguments, dtype
-        kept = _kept.get(seen)
-        if kept is None:
+        lists, elements = tuple(map(len, rows)), sum(map(_elements, rows[0]))
+        key = gpu.spec.kind, op, lists, elements, *map(_nbytes, reads), arguments, dtype
+        needs = _kept.get(key)
+        if needs is None:
             filled = operands(part for part in tensors_in(result) or _filled(call) if gpu_of(part) is gpu)
-            told = gpu.spec, "fp32", 1, sizes, op.in_place, dict(zip(op.arguments, arguments, strict=True))
-            kept = _kept[seen] = times(gpu, op.formula(Operation(op.base, operands(chain(*reads)), filled, *told)))
-        _issue(gpu, op.base, chain(*rows), kept, call if len(rows[0]) == len(gpus) else None, trains=False)
+            needs = _find(key, gpu, op, operands(chain(*reads)), filled, arguments, lists=lists)
+        _issue(gpu, op.base, chain(*rows), needs, call if len(rows[0]) == len(gpus) else None, trains=False)
 
 
 def _nbytes(tensors: TensorList) -> int:
@@ -192,12 +189,13 @@ def _filled(call: OpCall) -> list[torch.Tensor]:
     return [tensor for name, tensor in call.named_tensors() if name in call.op.filled]
 
 
-def _more(call: OpCall) -> tuple[tuple[tuple[int, ...], ...], tuple[Any, ...], str]:
+def _more(call: OpCall) -> _More:
     """What some classes want to know beside shapes and types: strides, arguments, and what TF32 is set to."""
     op, strides = call.op, ()
-    if op.depends_on_strides:  # what has a storage of its own has strides
+    if op.row.cost.depends_on_strides:  # what has a storage of its own has strides
         strides = tuple(map(_stride if call.on_one_gpu else _strides, call.tensors))
-    return strides, op.arguments and _arguments(call), op.tf32_setting and _allows_tf32("cuda", op.tf32_setting)
+    setting = op.row.cost.tf32_setting
+    return strides, op.arguments and _arguments(call), setting and _allows_tf32("cuda", setting)
 
 
 def _arguments(call: OpCall) -> tuple[Any, ...]:
@@ -210,10 +208,9 @@ def _fact(value: Any) -> Any:
     return tuple(map(_fact, value)) if isinstance(value, (list, tuple)) else isinstance(value, _Tensor) or value
 
 
-def _look_up(call: OpCall, made: TensorList) -> LaunchTimes:
-    """The times of an operator that made, or wrote on, `made`. Its formula is given no more than `charge_op` keeps them
-    by, so that no call gets the seconds of another."""
-    op, spec, (strides, arguments, _) = call.op, call.gpu.spec, _more(call)
+def _operands(call: OpCall, made: TensorList, more: _More) -> tuple[Operands, Operands, tuple[Any, ...], list[_Dtype]]:
+    """What `_find` takes of an operator that made, or wrote on, `made`: no more than it is kept by."""
+    op, (strides, arguments, _) = call.op, more
     outputs, inputs = (tuple(Operand(tuple(t.shape), t.itemsize) for t in tensors) for tensors in (made, call.tensors))
     if strides:
         inputs = tuple(part._replace(strides=at) for part, at in zip(inputs, strides, strict=True))
@@ -221,11 +218,24 @@ def _look_up(call: OpCall, made: TensorList) -> LaunchTimes:
         inputs, outputs = inputs[: -len(made)], inputs[-len(made) :]
     elif op.in_place and len(made) == 1:
         outputs = inputs[:1]
-    dtypes = [tensor.dtype for tensor in call.tensors]
-    numbers = precision_of(op.tf32_setting, dtypes), 1 + any(dtype.is_complex for dtype in dtypes)
-    told = (), op.in_place, dict(zip(op.arguments, arguments, strict=True))
-    charge = op.formula(Operation(op.base, inputs, outputs, spec, *numbers, *told))
-    return times(call.gpu, charge, in_place=bool(op.written))
+    return inputs, outputs, arguments, [tensor.dtype for tensor in call.tensors]
+
+
+def _find(
+    key: Any, gpu: VirtualGPU, op: Operator, inputs: Operands, outputs: Operands, arguments: tuple[Any, ...],
+    dtypes: Sequence[_Dtype] = (), lists: tuple[int, ...] = (),
+) -> LaunchTimes:  # fmt: skip
+    """The times of an operator by its formula, kept from now on by `key`: it tells apart all that the formula is given,
+    so that no call gets the seconds of another."""
+    if len(_kept) > _MOST:
+        _kept.clear()
+    operation = Operation(
+        op.base, inputs, outputs, gpu.spec, precision_of(op.row.cost.tf32_setting, dtypes),
+        parts=1 + any(dtype.is_complex for dtype in dtypes), lists=lists, in_place=op.in_place,
+        arguments=dict(zip(op.arguments, arguments, strict=True)),
+    )  # fmt: skip
+    needs = _kept[key] = times(gpu, op.row.cost.cost(operation), in_place=bool(op.written) and not lists)
+    return needs
 
 
 def times(gpu: VirtualGPU, charge: Cost, in_place: bool = False) -> LaunchTimes:
@@ -237,7 +247,7 @@ def times(gpu: VirtualGPU, charge: Cost, in_place: bool = False) -> LaunchTimes:
     return LaunchTimes(charge.seconds, host, pace.kernel * (charge.kernels - 1))
 
 
-def operands(tensors: Iterable[torch.Tensor]) -> tuple[Operand, ...]:
+def operands(tensors: Tensors) -> Operands:
     """Tensors as `cost` takes them."""
     return tuple(Operand(tuple(t.shape), t.dtype.itemsize, _strides(t)) for t in tensors)
 
@@ -246,7 +256,7 @@ def _strides(tensor: torch.Tensor) -> tuple[int, ...]:
     return tensor.stride() if tensor.layout is torch.strided else ()
 
 
-def precision_of(library: str, dtypes: Iterable[torch.dtype]) -> Format:
+def precision_of(library: str, dtypes: Iterable[_Dtype]) -> Format:
     """ "fp32", or what tensor cores make of it: TF32 is on for convolutions and off for products, as PyTorch has it."""
     dtype = next((dtype.to_real() for dtype in dtypes if dtype.is_floating_point or dtype.is_complex), torch.float32)
     if dtype == torch.float32 and library and _allows_tf32("cuda", library) == "tf32":

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from virtual_gpus import errors
-from virtual_gpus.dispatch.op_call import OpCall
+from virtual_gpus.dispatch.operators import OpCall
 from virtual_gpus.placement.storages import gpu_of
 
 

@@ -33,8 +33,8 @@ from contextlib import ExitStack
 from types import ModuleType
 from typing import Any
 
-from virtual_gpus import operators, settings
-from virtual_gpus.dispatch import routes
+from virtual_gpus import settings
+from virtual_gpus.dispatch import operators, routes
 from virtual_gpus.machine import VirtualMachine
 from virtual_gpus.patches import captured, table
 from virtual_gpus.placement import creation_sites

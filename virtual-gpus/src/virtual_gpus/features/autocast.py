@@ -29,7 +29,7 @@ from typing import Any
 import torch
 
 from virtual_gpus.dispatch import routes
-from virtual_gpus.dispatch.op_call import OpCall
+from virtual_gpus.dispatch.operators import OpCall
 from virtual_gpus.patches.table import Patch
 from virtual_gpus.placement.storages import gpu_of, has_values
 from virtual_gpus.threads import OfEachThread

@@ -21,10 +21,9 @@ from virtual_gpus.clock.cost import READS_AND_WRITES, OperatorClass, moves
 from virtual_gpus.clock.cost_matmul import product
 from virtual_gpus.clock.work import Cost, Operation, added_on_host
 from virtual_gpus.dispatch.half_precision import MULTIPLIED, in_its_type
-from virtual_gpus.dispatch.op_call import OpCall
+from virtual_gpus.dispatch.operators import OpCall, Row
 from virtual_gpus.machine import Kept, VirtualGPU, active
 from virtual_gpus.memory_model import Library, blas_workspaces
-from virtual_gpus.operators import Row
 from virtual_gpus.patches.table import Patch
 from virtual_gpus.placement.storages import ScratchBlock, nbytes
 from virtual_gpus.threads import OfEachThread, this_thread

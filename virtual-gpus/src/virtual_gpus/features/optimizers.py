@@ -10,7 +10,7 @@ from torch.utils._foreach_utils import Indices, TensorListList
 
 from virtual_gpus.clock.cost import FITTED, OperatorClass, bytes_of
 from virtual_gpus.clock.work import Cost, Operation, added_on_host
-from virtual_gpus.operators import Row
+from virtual_gpus.dispatch.operators import Row
 from virtual_gpus.patches.table import Patch
 from virtual_gpus.placement.storages import device_of
 

@@ -15,8 +15,7 @@ import torch
 
 from virtual_gpus.arithmetic import ceil_div, rounded_up
 from virtual_gpus.clock.cost import READS_AND_WRITES, moves
-from virtual_gpus.dispatch.op_call import OpCall
-from virtual_gpus.operators import Row
+from virtual_gpus.dispatch.operators import OpCall, Row
 from virtual_gpus.placement.storages import ScratchBlock
 from virtual_gpus.timeline.peak import BUFFERS, GATHERED, GRADIENTS, PARAMETERS
 

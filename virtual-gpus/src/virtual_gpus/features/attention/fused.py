@@ -17,13 +17,12 @@ import torch
 
 from virtual_gpus.clock.cost import CHARGED_ELSEWHERE, READS_AND_WRITES
 from virtual_gpus.dispatch.half_precision import widened
-from virtual_gpus.dispatch.op_call import OpCall
+from virtual_gpus.dispatch.operators import OpCall, Row
 from virtual_gpus.features.attention import kernels
 from virtual_gpus.features.attention.attention_costs import charge_attention
 from virtual_gpus.features.attention.choice import CUDNN, EFFICIENT, FLASH, HALF
 from virtual_gpus.features.attention.values import Numbers
 from virtual_gpus.features.autocast import below_autocast
-from virtual_gpus.operators import Row
 from virtual_gpus.placement.random_numbers import count_draws, default_generator
 from virtual_gpus.placement.storages import empty_in, put
 from virtual_gpus.threads import below, seen

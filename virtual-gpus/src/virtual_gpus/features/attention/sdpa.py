@@ -15,7 +15,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from virtual_gpus.clock.cost import moves
 from virtual_gpus.dispatch.copies import is_transformed
-from virtual_gpus.dispatch.op_call import OpCall
+from virtual_gpus.dispatch.operators import OpCall, Row
 from virtual_gpus.entrance import entrance
 from virtual_gpus.features.attention.choice import EFFICIENT, FLASH, HALF, MATH, AttentionCall, Mask, Scale, T, choose
 from virtual_gpus.features.attention.fused import KERNELS
@@ -23,7 +23,6 @@ from virtual_gpus.features.attention.values import for_all_heads
 from virtual_gpus.features.autocast import casting
 from virtual_gpus.features.tensors.attributes import gpu_as_seen
 from virtual_gpus.machine import VirtualGPU
-from virtual_gpus.operators import Row
 from virtual_gpus.patches.table import Patch
 from virtual_gpus.placement.storages import device_of, gpu_of, is_wrapper
 from virtual_gpus.placement.wrappers import arrived, is_dtensor

@@ -13,11 +13,10 @@ from typing import Any
 
 import torch
 
-from virtual_gpus.dispatch.op_call import OpCall
+from virtual_gpus.dispatch.operators import OpCall, row_of
 from virtual_gpus.dispatch.timing import await_tensors
 from virtual_gpus.follower import Charger
 from virtual_gpus.machine import VirtualGPU
-from virtual_gpus.operators import row_of
 from virtual_gpus.placement.storages import allocation_of, nbytes, tensors_in
 from virtual_gpus.threads import OfEachThread, this_thread
 

@@ -22,12 +22,11 @@ from torch import Tensor
 from virtual_gpus import errors
 from virtual_gpus.clock.cost import OperatorClass
 from virtual_gpus.dispatch.half_precision import MULTIPLIED, widened
-from virtual_gpus.dispatch.op_call import OpCall
+from virtual_gpus.dispatch.operators import OpCall, Row
 from virtual_gpus.dispatch.timing import precision_of
 from virtual_gpus.features.conv import convolution_costs, workspaces
 from virtual_gpus.machine import Kept, VirtualGPU
 from virtual_gpus.memory.allocator import OutOfMemory
-from virtual_gpus.operators import Row
 from virtual_gpus.placement.storages import CHANNELS_LAST, ScratchBlock, nbytes, scratch
 
 

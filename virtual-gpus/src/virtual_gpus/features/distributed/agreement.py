@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from virtual_gpus.clock.traffic import COLLECTIVES
-from virtual_gpus.dispatch.op_call import OpCall
+from virtual_gpus.dispatch.operators import OpCall
 from virtual_gpus.entrance import program_frame, quoted_line
 from virtual_gpus.features.distributed.groups import described, state_of, states
 

@@ -23,7 +23,7 @@ from virtual_gpus.clock.clock import Arrival
 from virtual_gpus.clock.links import GroupLinks
 from virtual_gpus.clock.traffic import COLLECTIVES, collective_seconds, kind_of, sent_bytes
 from virtual_gpus.dispatch import foreach_ops
-from virtual_gpus.dispatch.op_call import OpCall
+from virtual_gpus.dispatch.operators import OpCall
 from virtual_gpus.dispatch.routes import on_host
 from virtual_gpus.dispatch.timing import await_tensors
 from virtual_gpus.features.distributed import groups, one_rank

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 
 from virtual_gpus.clock.traffic import COLLECTIVES, kind_of
-from virtual_gpus.dispatch.op_call import OpCall
+from virtual_gpus.dispatch.operators import OpCall
 from virtual_gpus.errors import NotModelled
 from virtual_gpus.features.distributed.groups import is_boxed
 from virtual_gpus.machine import VirtualMachine, active, get_machine

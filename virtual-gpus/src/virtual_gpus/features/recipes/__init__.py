@@ -2,7 +2,7 @@
 
 A *recipe* runs one ATen operator and counts the memory that CUDA would use for it:
 
-    def safe_softmax(call):                   # an `OpCall`, see `dispatch.op_call`
+    def safe_softmax(call):                   # an `OpCall`, see `dispatch.operators`
         with call.scratch(1024):              # temporaries, in CUDA's order
             return call.run()                 # the kernel itself, and blocks for its results
 
@@ -31,7 +31,7 @@ from collections.abc import Callable
 
 from torch._prims_common import alert_not_deterministic
 
-from virtual_gpus.dispatch.op_call import OpCall
+from virtual_gpus.dispatch.operators import OpCall
 
 
 def not_deterministic(kernel: str, only_if: Callable[[OpCall], bool] = lambda call: True) -> Callable[[OpCall], None]:

@@ -16,9 +16,8 @@ from typing import Any
 import torch
 
 from virtual_gpus.clock.cost import FREE, READS_AND_WRITES
-from virtual_gpus.dispatch.op_call import OpCall
+from virtual_gpus.dispatch.operators import OpCall, Row
 from virtual_gpus.entrance import calling_frame
-from virtual_gpus.operators import Row
 from virtual_gpus.placement.creation_sites import Site
 from virtual_gpus.threads import OfEachThread, this_thread
 

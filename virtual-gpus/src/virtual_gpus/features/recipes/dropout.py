@@ -9,9 +9,8 @@ from __future__ import annotations
 import torch
 
 from virtual_gpus.clock.cost import READS_AND_WRITES
-from virtual_gpus.dispatch.op_call import OpCall
+from virtual_gpus.dispatch.operators import OpCall, Row
 from virtual_gpus.machine import active
-from virtual_gpus.operators import Row
 from virtual_gpus.patches.table import Patch
 from virtual_gpus.placement.storages import gpu_of
 

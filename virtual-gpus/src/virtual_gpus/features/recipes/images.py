@@ -9,10 +9,9 @@ import torch
 
 from virtual_gpus.clock.cost import FITTED, READS_AND_WRITES, OperatorClass, moves
 from virtual_gpus.clock.work import Cost, Operation
-from virtual_gpus.dispatch.op_call import OpCall
+from virtual_gpus.dispatch.operators import OpCall, Row
 from virtual_gpus.features.recipes import not_deterministic
 from virtual_gpus.features.recipes.packed_inputs import packed
-from virtual_gpus.operators import Row
 
 
 def _max_pool_backward_cost(operation: Operation) -> Cost:

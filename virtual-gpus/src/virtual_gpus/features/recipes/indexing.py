@@ -16,12 +16,11 @@ import torch
 from virtual_gpus import errors
 from virtual_gpus.clock.cost import CHARGED_ELSEWHERE, FITTED, READS_AND_WRITES, Bytes, OperatorClass, bytes_of, moves
 from virtual_gpus.clock.work import Cost, Operation
-from virtual_gpus.dispatch.op_call import OpCall
+from virtual_gpus.dispatch.operators import OpCall, Row
 from virtual_gpus.dispatch.timing import charge_read, send
 from virtual_gpus.dispatch.valueless import is_mask
 from virtual_gpus.features.recipes import not_deterministic
 from virtual_gpus.features.recipes.packed_inputs import channels_first_copy, packed, packed_copies
-from virtual_gpus.operators import Row
 from virtual_gpus.patches.table import Patch
 from virtual_gpus.placement.storages import gpu_of, is_pinned, nbytes
 from virtual_gpus.threads import seen, this_thread

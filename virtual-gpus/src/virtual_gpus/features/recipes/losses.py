@@ -13,11 +13,10 @@ import torch
 from virtual_gpus.arithmetic import ceil_div
 from virtual_gpus.clock.cost import FITTED, READS_AND_WRITES, OperatorClass, bytes_of
 from virtual_gpus.clock.work import Cost, Operation
-from virtual_gpus.dispatch.op_call import OpCall
+from virtual_gpus.dispatch.operators import OpCall, Row
 from virtual_gpus.features.recipes import not_deterministic
 from virtual_gpus.features.recipes.packed_inputs import channels_first_copy, packed, run_packed
 from virtual_gpus.features.recipes.reductions import take_buffers
-from virtual_gpus.operators import Row
 from virtual_gpus.placement.storages import StorageAllocation, nbytes, put
 
 _NO_REDUCTION = 0  # at::Reduction::None

@@ -15,9 +15,8 @@ import torch
 from virtual_gpus.arithmetic import ceil_div, power_of_2
 from virtual_gpus.clock.cost import FITTED, OperatorClass, moves
 from virtual_gpus.clock.work import Cost, Operation
-from virtual_gpus.dispatch.op_call import OpCall
+from virtual_gpus.dispatch.operators import OpCall, Row
 from virtual_gpus.features.recipes.packed_inputs import packed_copies
-from virtual_gpus.operators import Row
 from virtual_gpus.placement.storages import StorageAllocation, put
 
 _MANY_ROWS = 64 * 1024

@@ -13,7 +13,7 @@ from functools import partial
 
 import torch
 
-from virtual_gpus.dispatch.op_call import OpCall
+from virtual_gpus.dispatch.operators import OpCall
 from virtual_gpus.placement.storages import CHANNELS_LAST, nbytes
 
 _CopyBytes, _Result = Callable[[torch.Tensor], int], torch.Tensor | tuple[torch.Tensor, ...]

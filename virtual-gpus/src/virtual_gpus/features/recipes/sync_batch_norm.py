@@ -11,8 +11,7 @@ from __future__ import annotations
 import torch
 
 from virtual_gpus.clock.cost import READS_AND_WRITES, moves
-from virtual_gpus.dispatch.op_call import OpCall
-from virtual_gpus.operators import Row
+from virtual_gpus.dispatch.operators import OpCall, Row
 from virtual_gpus.threads import below
 
 

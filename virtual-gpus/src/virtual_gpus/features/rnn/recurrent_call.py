@@ -15,13 +15,12 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from virtual_gpus.clock.cost import READS_AND_WRITES
 from virtual_gpus.dispatch.half_precision import slow_types
-from virtual_gpus.dispatch.op_call import OpCall
+from virtual_gpus.dispatch.operators import OpCall, Row
 from virtual_gpus.errors import scalar_type
 from virtual_gpus.features.autocast import below_autocast
 from virtual_gpus.features.rnn.sizes import Network
 from virtual_gpus.features.rnn.weights import are_flat
 from virtual_gpus.machine import VirtualGPU
-from virtual_gpus.operators import Row
 from virtual_gpus.placement.random_numbers import drawing_from
 from virtual_gpus.placement.storages import device_of, gpu_of, nbytes, record_of
 from virtual_gpus.threads import below

@@ -18,10 +18,10 @@ import torch
 
 from virtual_gpus import errors
 from virtual_gpus.clock.cost import FREE
+from virtual_gpus.dispatch.operators import Row
 from virtual_gpus.features.cuda.devices import gpu_at
 from virtual_gpus.features.tensors.attributes import gpu_as_seen
 from virtual_gpus.machine import Kept, VirtualGPU, VirtualMachine
-from virtual_gpus.operators import Row
 from virtual_gpus.patches.table import Patch, in_package
 from virtual_gpus.placement.storages import storages
 

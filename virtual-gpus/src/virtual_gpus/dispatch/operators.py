@@ -1,0 +1,378 @@
+"""What the dispatch mode knows about each ATen operator, and one operator on its way through the mode.
+
+`Operator` is read once from an operator's schema, and from its `Row`, in which a feature says what it knows of it. Most
+need no row: their inputs must share a GPU and their outputs stay there. `OpCall` is what was called, with what, on
+which GPU, and its kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch._library.custom_ops import OPDEFS
+
+from virtual_gpus import errors
+from virtual_gpus.clock.cost import CHARGED_ELSEWHERE, FREE, READS_AND_WRITES, OperatorClass, Parts, bytes_of, moves
+from virtual_gpus.clock.work import Cost, Format, Operation
+from virtual_gpus.dispatch import known
+from virtual_gpus.gpus import GPUSpec
+from virtual_gpus.machine import VirtualGPU
+from virtual_gpus.placement.creation_sites import Site, calling_site
+from virtual_gpus.placement.random_numbers import count_draws, default_generator, device_of_generator, drawing_from
+from virtual_gpus.placement.storages import UNRECORDED, Record, follow_size, gpu_of, place_all, put, scratch, tensors_in
+from virtual_gpus.threads import this_thread
+
+# Of the devices that a custom operator has functions for; None stands for all others.
+_KEYS = {"cuda": torch._C.DispatchKey.CUDA, "cpu": torch._C.DispatchKey.CPU,
+         None: torch._C.DispatchKey.CompositeExplicitAutograd}  # fmt: skip
+
+_CROSSES_DEVICES = {"copy_", "_foreach_copy_", "set_", "_copy_from", "_copy_from_and_resize", "record_stream",
+                    "_has_compatible_shallow_copy_type"}  # fmt: skip
+# What C++ takes for CPU tensors in the place of CUDA's operators.
+_THE_CPU_S = ("_scaled_dot_product_flash_attention_for_cpu", "mkldnn_", "slow_conv3d_forward", "_functional_assert")
+Kind = Literal["composite", "factory", "collective", "list", "crossing", "particular", "ordinary"]
+_COLLECTIVES = ("c10d", "_c10d_functional", "_dtensor")  # namespaces
+_Schema, _Func = torch._C.FunctionSchema, torch._ops.OpOverload | torch._ops.HigherOrderOperator
+Route = Callable[["OpCall"], Any]  # gives what the operator returns
+
+
+@dataclass(frozen=True)
+class Row:
+    """What a feature knows of an operator.
+
+    cost: how long it takes. recipe: how CUDA uses memory for it, see `features.recipes`. check: what CUDA refuses or
+    waits for before it runs. cpu_kernel: given an overload, what computes in the place of the CPU's kernel, or None.
+    on_host: the arguments that CUDA wants, or takes, on the CPU. mixture: given an `OpCall`, an argument's name, the
+    device of those before it and its own, the error for it, or None for the usual one.
+    """
+
+    cost: OperatorClass
+    recipe: Route | None = None
+    check: Callable[[OpCall], None] | None = None
+    cpu_kernel: Callable[[torch._ops.OpOverload], Callable[..., Any] | None] | None = None
+    on_host: Collection[str] = ()
+    mixture: Callable[[OpCall, str, torch.device, torch.device], Exception | None] | None = None
+
+    @property
+    def in_parts(self) -> bool:
+        """True if the recipe runs other operators instead, which are charged, and for which the host waits."""
+        return self.recipe is not None and self.cost is CHARGED_ELSEWHERE
+
+
+# By the base name of an operator ("mm"), or "_foreach_*" for all of these that have none, and by `Operator.kind`;
+# features add theirs. What only fills tensors writes its result, or its argument.
+_FILL = Row(moves("fill", lambda operation: bytes_of(operation.outputs or operation.inputs[:1])))
+ROWS: dict[str, Row] = {
+    **dict.fromkeys(("zero_", "fill_", "zeros", "ones", "full", "zeros_like", "ones_like", "full_like", "new_zeros",
+                     "new_ones", "new_full", "arange", "bernoulli_", "normal_", "uniform_", "random_", "randn", "rand",
+                     "randint"), _FILL),
+    **dict.fromkeys(("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "set_",
+                     "resize_", "lift_fresh", "_reshape_alias"), Row(FREE)),
+}  # fmt: skip
+ROUTES: dict[Kind, Route] = {}
+_NO_ROW = Row(READS_AND_WRITES)
+
+
+def row_of(name: str) -> Row:
+    """All that is known of the ATen operator `name` (no overload): its own row, or that of all with its first word."""
+    return ROWS.get(name) or ROWS.get(f"{name[: name.find('_', 1)]}_*", _NO_ROW)
+
+
+def cost(name: str, inputs: Parts, outputs: Parts, spec: GPUSpec, precision: Format = "fp32") -> Cost:
+    """What the ATen operator `name` (no overload) takes on a GPU of `spec`."""
+    return row_of(name).cost.cost(Operation(name, tuple(inputs), tuple(outputs), spec, precision))
+
+
+class Operator:
+    """The facts of one overload (`aten.mm.default`), found once and kept."""
+
+    def __init__(self, func: _Func):
+        self.func = func  # kept, so that no other overload gets its id
+        self.kernel: Callable[..., Any] = func  # what computes
+        self.kernels = _python_functions(func)  # by dispatch key, if of higher order or in Python
+        self.takes_first: int | None = None  # tensors: among so many arguments first
+        self.takes_by_name = True  # ... and among named ones
+        self.tags: set[torch.Tag] = set(getattr(func, "tags", ()))  # one of higher order has none, and no schema
+        self._read_schema(getattr(func, "_schema", None) or _Schema(f"::{func.name()}", "", [], [], False, False))
+        self._read_namespace(func)
+        self._read_random_numbers(func)
+        self.needs_values = bool({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & self.tags)
+        self.arguments = tuple(name for name in self.row.cost.arguments if name in self.positions)
+        self.wants_more = self.row.cost.depends_on_strides or bool(self.arguments)
+        self.check = self.row.check or (_refuse if self.is_missing else None)
+        self.recipe = self.row.recipe or OpCall.run
+        self.route = ROUTES[self.kind]
+
+    def _read_schema(self, schema: _Schema) -> None:
+        """Its names, and what it does to its arguments."""
+        self.name = schema.name.partition("::")[2] + (f".{schema.overload_name}" if schema.overload_name else "")
+        self.base = self.name.partition(".")[0]
+        self.row = row_of(self.base)
+        self.names = [a.name for a in schema.arguments]
+        self.positions = {name: position for position, name in enumerate(self.names)}
+        self._schema, self._defaults = schema, dict[str, Any]()
+        self.is_index = "index" in self.base and "indices" in self.names
+        self.crosses = self.base in _CROSSES_DEVICES
+        self.written = {a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write}
+        self.outputs = [a.name for a in schema.arguments if a.kwarg_only and a.name in self.written]  # `out=`
+        self.changes_size = "resize" in self.base or self.base == "set_" or bool(self.outputs)
+        self.in_place, self.filled = bool(self.written) and not self.outputs, self.outputs or self.written
+        first = schema.returns[0].alias_info if schema.returns else None
+        self.is_view = first is not None and not first.is_write
+
+    def _read_namespace(self, func: _Func) -> None:
+        """What computes it, and whether that is one kernel, one for each tensor of lists, or several operators."""
+        arguments, name, has = self._schema.arguments, func.name(), torch._C._dispatch_has_kernel_for_dispatch_key
+        self.is_composite = self.kernels is not None or has(name, "CompositeImplicitAutograd") and not has(name, "CPU")
+        self.is_missing = False  # in PyTorch for CUDA; a build for CPUs alone cannot tell
+        self.keeps_answers = False  # it does no more to tensors without values than to make new ones from given ones
+        if isinstance(func, torch._ops.OpOverload) and func.namespace == "aten":
+            on_cuda = not torch.version.cuda or torch._C._dispatch_has_computed_kernel_for_dispatch_key(name, "CUDA")
+            self.is_missing = not on_cuda and has(name, "CPU") and not self.base.startswith(_THE_CPU_S)
+            instead = self.row.cpu_kernel
+            self.kernel = (instead and instead(func)) or func._op  # as `func` does itself, with a call into Python
+            takes = [a for a in arguments if "Tensor" in str(a.type)]
+            self.takes_first = max((self.names.index(a.name) + 1 for a in takes if not a.kwarg_only), default=0)
+            self.takes_by_name = any(a.kwarg_only for a in takes)
+            moves = self.is_view or self.crosses or self.changes_size or torch.Tag.inplace_view in self.tags
+            self.keeps_answers = bool(takes) and not moves
+        self.is_collective = func.namespace in _COLLECTIVES
+        self.is_fused = self.base.startswith("_fused_") and [a.type.kind() for a in arguments[:1]] == ["ListType"]
+        self.by_element = self.is_fused or self.base.startswith("_foreach_") or self.is_collective
+
+    def _read_random_numbers(self, func: _Func) -> None:
+        """Whether it draws numbers, and how it is given a generator."""
+        self.has_generator = "generator" in self.names
+        self.with_generator = _overload_with_generator(func)
+        seeded = torch.Tag.nondeterministic_seeded in self.tags
+        self.draws_by_default = seeded and not self.has_generator and not self.with_generator
+        self.draws = self.has_generator or self.draws_by_default or self.with_generator is not None
+
+    @property
+    def kind(self) -> Kind:
+        """What decides about the route of an operator: the first of these that it is."""
+        if self.is_composite:
+            return "composite"
+        if "device" in self.names:
+            return "factory"
+        if self.crosses:
+            return "crossing"
+        if self.by_element:
+            return "collective" if self.is_collective else "list"
+        return "particular" if self.check or self.needs_values or self.changes_size else "ordinary"
+
+    def default(self, name: str) -> Any:
+        """What an argument is that is not given."""
+        if name not in self._defaults:  # asked once: each answer is made anew in C++
+            self._defaults[name] = self._schema.arguments[self.positions[name]].default_value
+        return self._defaults[name]
+
+
+def _python_functions(func: _Func) -> dict[Any, Callable[..., Any]] | None:
+    """By dispatch key, those of an operator of higher order or a `torch.library.custom_op` for all devices, if any."""
+    if isinstance(func, torch._ops.HigherOrderOperator):
+        return func.py_kernels
+    made = OPDEFS.get(func._schema.name)
+    of = {} if made is None else made._backend_fns
+    return {key: of[device] for device, key in _KEYS.items() if device in of} if None in of else None
+
+
+def _refuse(call: OpCall) -> None:
+    """Raise PyTorch's own error for an operator that it has no kernel of for CUDA."""
+    call.func.redispatch(torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA), *call.args, **call.kwargs)
+
+
+def _overload_with_generator(func: _Func) -> torch._ops.OpOverload | None:
+    """`randn.default` -> `randn.generator`, `randint.low` -> `randint.low_generator`; None where there is none."""
+    if isinstance(func, torch._ops.HigherOrderOperator) or torch.Tag.nondeterministic_seeded not in func.tags:
+        return None
+    twin = f"{func._schema.overload_name}_generator".removeprefix("_")
+    packet = func.overloadpacket
+    return getattr(packet, twin) if twin in packet.overloads() else None
+
+
+KNOWN: dict[int, Operator] = {}  # by the overload's id, since its own hash is a call into Python
+
+
+def operator(func: torch._ops.OpOverload) -> Operator:
+    """The facts of `func`, from the cache after the first time."""
+    return KNOWN.get(id(func)) or KNOWN.setdefault(id(func), Operator(func))
+
+
+# ---- a call ----------------------------------------------------------------------------------------------------------
+
+
+class OpCall:
+    """Made once per operator, in `__torch_dispatch__`; everything that handles the operator is given this object.
+
+    func, op: the ATen overload and its facts. kernel: what computes it. args, kwargs: as the dispatcher passed them,
+    later as the kernel gets them. tensors: all that were among them as they were passed. gpu: the GPU that is on of the
+    first tensor that has one, where the operator runs; None if there is none. on_one_gpu: True if all tensors have a
+    storage of their own on that GPU. all_placed: False if one has none, as sparse ones, if C++ made it for itself, or
+    if its GPU is off.
+
+    A recipe (see `features.recipes`) takes it and runs the kernel as CUDA would use memory for it.
+    """
+
+    __slots__ = ("all_placed", "args", "func", "gpu", "kernel", "kwargs", "on_one_gpu", "op", "tensors")
+    gpu: VirtualGPU  # as recipes see it: only the routes are given calls without one
+
+    def __init__(self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]):
+        self.func, self.args, self.kwargs = func, args, kwargs
+        self.op = op = KNOWN.get(id(func)) or operator(func)
+        self.kernel = op.kernel
+        tensors: list[torch.Tensor] = []
+        self.tensors = tensors
+        for value in args[: op.takes_first]:  # `tensors_in`, without its call: this runs for every operator
+            if isinstance(value, torch.Tensor):
+                tensors.append(value)
+            elif isinstance(value, (list, tuple)):
+                tensors += tensors_in(value)
+        if kwargs and op.takes_by_name:
+            tensors += tensors_in(tuple(kwargs.values()))
+        gpu: Any = None
+        on_one_gpu = all_placed = True
+        for tensor in tensors:
+            try:
+                record: Record = tensor.untyped_storage()._record  # type: ignore  # see `record_of`
+                where = record.gpu  # `gpu_of`, without its calls
+            except (NotImplementedError, RuntimeError):
+                record, where, on_one_gpu, all_placed = UNRECORDED, gpu_of(tensor), False, False
+            if where is None:
+                on_one_gpu, all_placed = False, all_placed and record.creation_site is None
+            elif not where.machine.on:
+                on_one_gpu = all_placed = False
+            elif gpu is None:
+                gpu = where
+            elif where is not gpu:
+                on_one_gpu = False
+        self.gpu, self.on_one_gpu, self.all_placed = gpu, on_one_gpu and gpu is not None, all_placed
+
+    def __getitem__(self, name: str) -> Any:
+        """An argument by its name in the schema, or its default."""
+        position = self.op.positions[name]
+        if position < len(self.args):
+            return self.args[position]
+        return self.kwargs[name] if name in self.kwargs else self.op.default(name)
+
+    def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """(argument name, tensor) in the schema's order; a list of tensors gives its name several times."""
+        for name, value in [*zip(self.op.names, self.args, strict=False), *self.kwargs.items()]:
+            for tensor in tensors_in(value):
+                yield name, tensor
+
+    @property
+    def site(self) -> Site:
+        """The Python instruction that called into PyTorch. Looked for when asked, since few operators ask."""
+        return calling_site()
+
+    # ---- for recipes ----
+
+    def compute(self) -> Any:
+        """Run the operator's own kernel. Its results hold no GPU memory yet: `place` them, in CUDA's order."""
+        if self.op.draws:
+            return _draw(self)
+        if self.gpu.machine.shapes_only:
+            return _ask(self, lambda: _run(self, self.kernel, self.args, self.kwargs))
+        return _run(self, self.kernel, self.args, self.kwargs)
+
+    def place(self, result: Any) -> Any:
+        """Give results their blocks on the GPU: a tensor, None, or lists of them; `out=` grows. Returns `result`."""
+        place_all(result, self.gpu)
+        if self.op.changes_size:
+            self._follow_sizes()
+        return result
+
+    def _follow_sizes(self) -> None:
+        for _, tensor in self.named_tensors():
+            follow_size(tensor)
+
+    def run(self, *then: int) -> Any:
+        """Compute, and place all results in the order in which they are returned. then: `scratch` for after that."""
+        result = self.compute()
+        place_all(result, self.gpu)
+        if self.op.changes_size:  # as `place` does, without its call
+            self._follow_sizes()
+        if then:
+            with self.scratch(*then):
+                pass
+        return result
+
+    def run_in_place(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Run what CUDA does in place of `tensor`, and PyTorch here does not: the result takes its block over."""
+        return put(self.compute(), tensor.untyped_storage()._record)  # type: ignore  # see `record_of`
+
+    def scratch(self, *sizes: int) -> AbstractContextManager[None]:
+        """Blocks that CUDA's kernel takes on the way, in order: `with call.scratch(nbytes):`. Raises OutOfMemory."""
+        return scratch(self.gpu, *sizes)
+
+
+# ---- kernels ---------------------------------------------------------------------------------------------------------
+
+
+def _draw(call: OpCall) -> Any:
+    """The results of an operator that draws numbers: from the generator that was asked for, or from the GPU's own."""
+    op, kernel, args, kwargs, generator = call.op, call.kernel, call.args, call.kwargs, None
+    if op.has_generator:
+        generator = _generator(call)
+        kwargs = {**kwargs, "generator": generator}
+        if len(args) > (position := op.names.index("generator")):
+            args = (*args[:position], kwargs.pop("generator"), *args[position + 1 :])
+    elif op.with_generator is not None:
+        generator = default_generator(call.gpu)
+        kernel, kwargs = op.with_generator, {**kwargs, "generator": generator}
+    run = partial(_run, call, kernel, args, kwargs)
+    result = _ask(call, run) if call.gpu.machine.shapes_only else run()
+    if generator is not None:
+        elements = result.numel() if isinstance(result, torch.Tensor) else 1
+        count_draws(generator, elements, call.gpu.spec.multi_processor_count)
+    return result
+
+
+def _ask(call: OpCall, run: Callable[[], Any]) -> Any:
+    """What `run()` gives for tensors without values, by what was answered before."""
+    op = call.op
+    return known.ask(op, call.args, call.kwargs, run, op.by_element, bool(op.written)) if op.keeps_answers else run()
+
+
+def _run(call: OpCall, kernel: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    this_thread.in_kernel = True
+    try:
+        if call.op.draws_by_default:
+            with drawing_from(default_generator(call.gpu)):
+                return kernel(*args, **kwargs)
+        return kernel(*args, **kwargs)
+    except RuntimeError as error:
+        if "DefaultCPUAllocator" in str(error):
+            raise MemoryError(
+                f"This computer ran out of its own memory in {call.op.name}. Virtual GPUs keep their tensors in that "
+                "memory. Use a smaller batch, or use shapes_only=True, which keeps no values."
+            ) from None
+        if str(error).startswith("Could not run '") and "'CPU' backend" in str(error):
+            name = f"{call.func.namespace}::{call.op.name}"
+            raise errors.not_modelled(f"{name}, which exists only for CUDA") from None
+        raise
+    finally:
+        this_thread.in_kernel = False
+
+
+def refuse_gpu_generator(call: OpCall) -> None:
+    """A GPU's generator draws no numbers on the CPU."""
+    wanted = call["generator"]
+    if wanted is not None and device_of_generator(wanted).type == "cuda":
+        raise errors.wrong_generator("cpu", "cuda")
+
+
+def _generator(call: OpCall) -> torch.Generator:
+    """The generator that was asked for, checked for its device, or the GPU's default one."""
+    wanted = call["generator"]
+    if wanted is None:
+        return default_generator(call.gpu)
+    if device_of_generator(wanted).type != "cuda":
+        raise errors.wrong_generator("cuda", device_of_generator(wanted).type)
+    return wanted
