@@ -60,10 +60,8 @@ def gpus_of_the_module(request):
 
 @pytest.fixture
 def workspaces_given_back(monkeypatch):
-    """cuBLAS returns its workspaces after each operator, as from PyTorch 2.15 on; before, they would stay for ever.
-
-    For tests that count what a training leaves behind, under every PyTorch from 2.11 on.
-    """
+    """cuBLAS returns its workspaces after each operator, as from PyTorch 2.15 on; before, they would stay for ever. For
+    tests that count what a training leaves behind, under every PyTorch from 2.11 on."""
     from virtual_gpus import memory_model
 
     monkeypatch.setattr(memory_model, "keeps_workspaces", lambda version, environment: False)
@@ -76,11 +74,9 @@ def rules_of_2_11(monkeypatch):
 
 @pytest.fixture(scope="module", autouse=True)
 def small_program():
-    """gc forgets the half million objects of PyTorch and pytest until the module's tests have ended.
-
-    Many tests ask gc to collect, which takes half a second where it goes through all of them. What tests make it sees.
-    A module that leaves PyTorch changed fails by its own name: else tests of other modules fail that share its process.
-    """
+    """gc forgets the half million objects of PyTorch and pytest until the module's tests have ended. Many tests ask gc
+    to collect, which takes half a second where it goes through all of them. What tests make it sees. A module that
+    leaves PyTorch changed fails by its own name: else tests of other modules fail that share its process."""
     import snapshots
 
     gc.freeze()
@@ -92,10 +88,8 @@ def small_program():
 
 @pytest.fixture
 def ctrl_c_interrupts():
-    """SIGINT raises KeyboardInterrupt, also where a shell without job control started pytest in the background.
-
-    Such a program ignores SIGINT, and so does everything that it starts.
-    """
+    """SIGINT raises KeyboardInterrupt, also where a shell without job control started pytest in the background. Such a
+    program ignores SIGINT, and so does everything that it starts."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)

@@ -11,9 +11,7 @@ def press():
 
 def interrupted_at(moment, action, interrupt, is_ours, unit="opcode"):
     """Run `action`, calling `interrupt` before the bytecode or line number `moment` of what `is_ours(code)`.
-
-    unit: "opcode" or "line". Returns the name of the function that was interrupted, "" if there was no such moment.
-    """
+    unit: "opcode" or "line". Returns the name of the function that was interrupted, "" if there was no such moment."""
     count, place = 0, ""
 
     def trace(frame, event, _):
@@ -43,11 +41,9 @@ def interrupted_at(moment, action, interrupt, is_ours, unit="opcode"):
 
 
 def interrupted_at_call(moment, action):
-    """Run `action` with Ctrl-C at this moment of those in our code that a signal can hit, at none for -1.
-
-    Those are the beginning of a function and the return of a call into C. Unlike a signal it hits the same places in
-    every run. Returns the place, "" if there was no such moment, and how many moments there were.
-    """
+    """Run `action` with Ctrl-C at this moment of those in our code that a signal can hit, at none for -1. Those are the
+    beginning of a function and the return of a call into C. Unlike a signal it hits the same places in every run.
+    Returns the place, "" if there was no such moment, and how many moments there were."""
     count, place = 0, ""
 
     def note(frame, event, _):

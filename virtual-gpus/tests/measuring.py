@@ -1,9 +1,11 @@
-"""What a piece of work takes of the first GPU's memory."""
+"""What a piece of work takes of the first GPU's memory, and of the clock's time."""
 
 import pytest
 import torch
+from virtual_gpus import record_timeline
 from virtual_gpus.machine import active
 
+MIB = 1 << 20
 with_and_without_numbers = pytest.mark.parametrize("shapes_only", [False, True], ids=["numbers", "shapes"])
 
 
@@ -39,6 +41,13 @@ def events_of(work):
 def sizes_of(work) -> list[int]:
     """Every allocation that `work` made."""
     return [size for event, size in events_of(work)[1] if event == "alloc"]
+
+
+def recorded(work):
+    """The timeline of `work()`."""
+    with record_timeline() as timeline:
+        work()
+    return timeline
 
 
 def draw(*shape, seed=1):

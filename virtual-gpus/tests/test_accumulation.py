@@ -1,9 +1,7 @@
-"""What hangs on the instruction that called PyTorch, and on who else holds a tensor: reuse of memory in place.
-
-Where two paths join, autograd adds gradients in place under the conditions of C++, and so do virtual GPUs. PyTorch
-decides on the CPU as it does on a GPU. Each case runs there without virtual GPUs, where the profiler tells `add_` from
-`add`, and then on a virtual GPU.
-"""
+"""What hangs on the instruction that called PyTorch, and on who else holds a tensor: reuse of memory in place. Where
+two paths join, autograd adds gradients in place under the conditions of C++, and so do virtual GPUs. PyTorch decides on
+the CPU as it does on a GPU. Each case runs there without virtual GPUs, where the profiler tells `add_` from `add`, and
+then on a virtual GPU."""
 
 import pathlib
 import sys

@@ -62,9 +62,7 @@ def layout(gpu):
 
 def play(gpu, steps):
     """Do "+30" (allocate 30 MiB), "+30@7" (on stream 7), "-30" (free the first such block) and "empty" (the cache).
-
-    "True" and "False" switch expandable segments on and off. Returns what the last step took and gave back.
-    """
+    "True" and "False" switch expandable segments on and off. Returns what the last step took and gave back."""
     live, events = defaultdict(list), []
     gpu.observers.append(lambda what, address, size: events.append((what, f"{what} {size // MIB}")))
     for step in steps.split():

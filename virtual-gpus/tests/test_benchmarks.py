@@ -1,7 +1,5 @@
-"""The published rows: each is whole, one is computed, and bad ones are refused by a clear error.
-
-The other benchmarks run and print their tables. Times are never asserted: CI's machines are busy.
-"""
+"""The published rows: each is whole, one is computed, and bad ones are refused by a clear error. The other benchmarks
+run and print their tables. Times are never asserted: CI's machines are busy."""
 
 import copy
 import json

@@ -78,8 +78,7 @@ def test_children_without_torch_only_get_the_tools(tmp_path, monkeypatch):
     (tmp_path / "sitecustomize.py").write_text("SEEN = True\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path) + os.pathsep + os.environ.get("PYTHONPATH", ""))
     ask = """
-import sys, sitecustomize
-import virtual_gpus
+import sys, sitecustomize, virtual_gpus
 assert virtual_gpus.gpus.parse_bytes("1 KiB") == 1024 and not hasattr(virtual_gpus, "nothing")
 print(sitecustomize.SEEN, "torch" in sys.modules, sitecustomize.__file__)
 """

@@ -5,6 +5,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from measuring import recorded
 from virtual_gpus import active_machine, record_timeline, virtual_gpus
 from virtual_gpus.clock.clock import Clock, Track
 from virtual_gpus.clock.work import Operand, added_on_host
@@ -13,9 +14,6 @@ from virtual_gpus.features.data_parallel.parallel import ConcurrentThreads
 from virtual_gpus.gpus import kinds, spec
 
 MS = 1e-3
-
-
-# ---- the rules, without torch ----
 
 
 def test_streams_of_one_gpu_share_its_multiprocessors_fill_gaps_and_have_priorities():
@@ -112,9 +110,6 @@ def test_costs_grow_with_size_up_to_the_data_sheet_and_words_that_do_not_fit_int
     assert seconds(50_257, "fp32", 4) == pytest.approx(seconds(50_304, "fp32", 4), rel=0.01)  # no tensor cores
 
 
-# ---- on virtual GPUs ----
-
-
 @pytest.fixture
 def gpus():
     with virtual_gpus(2, kind="A100", shapes_only=True):
@@ -136,9 +131,8 @@ def test_a_result_that_is_given_takes_as_long(name):
         result = result[0] if name == "sum" else result
         times = []
         for options in ({}, {"out": result}):
-            with record_timeline() as timeline:
-                function(a, *others, **options)
-            times.append([span.end - span.start for span in timeline.spans if span.name == name])
+            spans = recorded(lambda options=options: function(a, *others, **options)).spans
+            times.append([span.end - span.start for span in spans if span.name == name])
         assert len(times[0]) == 1 and times[0] == pytest.approx(times[1])
 
 
@@ -222,9 +216,6 @@ def test_a_copy_casts_and_packs_where_cuda_does(gpus):  # aten/src/ATen/native/c
         assert torch.cuda.max_memory_allocated() - held == taken * size
 
 
-# ---- convolutions on tensor cores, and group norms
-
-
 def convolution(out, into, kind="H200", bias=False, precision="tf32", groups=1, last=False, backward=False) -> float:
     """Seconds of a 3x3 convolution of 8 images of 128 x 128. last: channels last."""
     images, filters, result = (8, into, 128, 128), (out, into // groups, 3, 3), (8, out, 128, 128)
@@ -262,9 +253,8 @@ def test_convolutions_on_tensor_cores_where_groups_of_few_channels_do_not_fill_a
 @pytest.mark.parametrize("kind", ["RTX3090", "V100", "A100", "B200"])
 @pytest.mark.parametrize("backward", [False, True])
 def test_channels_last_need_no_rewriting(kind, backward):
-    first, last = (
-        convolution(256, 256, kind, precision="fp16", last=last, backward=backward) for last in (False, True)
-    )
+    how = {"precision": "fp16", "backward": backward}
+    first, last = (convolution(256, 256, kind, last=last, **how) for last in (False, True))
     nbytes = 2 * 8 * 256 * 128 * 128 * 2  # of images and results
     assert first - last > 2 * (1 + backward) * (nbytes - spec(kind).l2_bytes) / spec(kind).bandwidth
     flops = 2 * 8 * 256 * 256 * 9 * 128 * 128 * (1 + backward)
@@ -294,9 +284,8 @@ def test_times_do_not_depend_on_numbers_or_on_who_looks_on():
 def test_few_rows_of_a_large_table_and_a_transposed_convolution_take_their_own_time(gpus):
     table, rows, x = (torch.empty(shape, device="cuda") for shape in ((1 << 16, 1024), (2, 1024), (64, 64, 64, 64)))
     nets, at = [torch.nn.ConvTranspose2d(64, n, 2, 2).cuda() for n in (64, 65)], rows[:, 0].long()
-    with record_timeline() as timeline:
-        _ = table.index_copy_(0, at, rows), table.take(at), [net(x) for net in nets]
-    copied, taken, same, more = (span.end - span.start for span in timeline.spans)
+    spans = recorded(lambda: (table.index_copy_(0, at, rows), table.take(at), [net(x) for net in nets])).spans
+    copied, taken, same, more = (span.end - span.start for span in spans)
     assert max(copied, taken) < 0.1 * MS < same < more
 
 

@@ -1,12 +1,11 @@
-"""How long collectives take by bytes over links, as one rank of many.
-
-An H100's NVLink: 450 GB/s. One InfiniBand NDR adapter: 50 GB/s. Collectives reach 0.78 of both (`clock.links`).
-"""
+"""How long collectives take by bytes over links, as one rank of many. An H100's NVLink: 450 GB/s. One InfiniBand NDR
+adapter: 50 GB/s. Collectives reach 0.78 of both (`clock.links`)."""
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
+from measuring import recorded
 from ranks import fully_sharded
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -19,6 +18,7 @@ from virtual_gpus.gpus import spec
 
 GPUS = 8  # of a host
 NBYTES = 1 << 28
+WIDTH, BLOCKS = 8192, 4  # of a network
 
 
 def one_rank(rank: int, world: int, **options):
@@ -28,9 +28,7 @@ def one_rank(rank: int, world: int, **options):
 
 
 def collectives(function) -> list:
-    with record_timeline() as timeline:
-        function()
-    return [span for span in timeline.spans if span.kind == "collective"]
+    return [span for span in recorded(function).spans if span.kind == "collective"]
 
 
 def on_host(count: int, adapters: int = 1, here: int = GPUS, kind: str = "H100", network: str = "InfiniBand NDR"):
@@ -50,18 +48,16 @@ PARTS = {
 }
 
 
-RINGS = [
-    *((kind, 8, {}, 450e9) for kind in PARTS),  # inside a host: over NVLink
-    # Four hosts, whose adapters share the ring. Sixteen are faster than NVLink, which is the slowest link then.
-    *((kind, 32, {"adapters": 8}, 400e9) for kind in PARTS if kind != "all_to_all"),
-    *(("all_gather", 32, {"adapters": count}, across) for count, across in ((1, 50e9), (4, 200e9), (16, 450e9))),
-    # Eight groups at a time, each with one rank of every host: an eighth of the adapters for each.
-    *(("all_reduce", 4, {"adapters": count, "here": 1}, 50e9 * count / 8) for count in (1, 4, 8)),
-]
-
-
 def test_rings_and_what_is_none():
-    for kind, count, where, bandwidth in RINGS:
+    rings = [
+        *((kind, 8, {}, 450e9) for kind in PARTS),  # inside a host: over NVLink
+        # Four hosts, whose adapters share the ring. Sixteen are faster than NVLink, which is the slowest link then.
+        *((kind, 32, {"adapters": 8}, 400e9) for kind in PARTS if kind != "all_to_all"),
+        *(("all_gather", 32, {"adapters": count}, across) for count, across in ((1, 50e9), (4, 200e9), (16, 450e9))),
+        # Eight groups at a time, each with one rank of every host: an eighth of the adapters for each.
+        *(("all_reduce", 4, {"adapters": count, "here": 1}, 50e9 * count / 8) for count in (1, 4, 8)),
+    ]
+    for kind, count, where, bandwidth in rings:
         part, hops = PARTS[kind](count)
         seconds = 15e-6 + part * NBYTES / (0.78 * bandwidth) + hops * 2.5e-6
         found = collective_seconds(on_host(count, **where), kind, NBYTES)
@@ -116,9 +112,6 @@ def test_each_collective_of_pytorch_takes_its_time():
         assert everyone.lane == "all-reduce" and everyone.sent == 2 * 15 / 16 * NBYTES
 
 
-WIDTH, BLOCKS = 8192, 4
-
-
 def forward_of_fully_shard(rows: int):
     """A forward pass over four blocks of one matrix each (256 MiB), sharded over 16 ranks with 8 adapters per host."""
     with torch.device("meta"):
@@ -127,18 +120,14 @@ def forward_of_fully_shard(rows: int):
     x = torch.empty(rows, WIDTH, device="cuda")
     with torch.no_grad():
         net(x)
-        with record_timeline() as timeline:
-            net(x)
-    return timeline
+        return recorded(lambda: net(x))
 
 
 def test_fsdp2_gathers_the_next_block_under_the_computation_of_this_one():
-    """All-gather: 256 MiB x 15/16 over 8 x 50 GB/s. Product: 2 x rows x 8192^2 operations at 66.9 TFLOP/s x 0.77.
-
-    The next all-gather starts when this one ends. Meanwhile this block is copied out, which reads and writes 256 MiB at
+    """All-gather: 256 MiB x 15/16 over 8 x 50 GB/s. Product: 2 x rows x 8192^2 operations at 66.9 TFLOP/s x 0.77. The
+    next all-gather starts when this one ends. Meanwhile this block is copied out, which reads and writes 256 MiB at
     3.35 TB/s x 0.88, and multiplied, and this rank's sixteenth of the block after the next is copied in. So three
-    all-gathers are hidden for that long, or wholly if that takes longer.
-    """
+    all-gathers are hidden for that long, or wholly if that takes longer."""
     gather = 15e-6 + 15 / 16 * 4 * WIDTH**2 / (0.78 * 400e9) + 15 * 2.5e-6
     copies = 2 * 17 / 16 * 4 * WIDTH**2 / (3.35e12 * 0.88)
     with one_rank(0, 16, adapters=8):
@@ -233,8 +222,7 @@ def test_ddp_copies_the_order_of_new_buckets_back_to_the_computer():
         net = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(8, 8).cuda(), device_ids=[0])
         x = torch.ones(8, device="cuda")
         net(x).sum().backward()
-        with record_timeline() as timeline:
-            net(x)
-    copies = [span.name for span in timeline.spans if span.kind in ("copy", "collective")]
+        spans = recorded(lambda: net(x)).spans
+    copies = [span.name for span in spans if span.kind in ("copy", "collective")]
     assert copies == ["to the GPU", "broadcast", "to the CPU"] * 2
-    assert not [span for span in timeline.spans if span.name == "_to_copy"]
+    assert not [span for span in spans if span.name == "_to_copy"]

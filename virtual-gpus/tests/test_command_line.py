@@ -22,7 +22,6 @@ import beside
 first = torch.cuda.is_available(), torch.cuda.device_count()
 os.environ["CUDA_VISIBLE_DEVICES"] = "2,0"  # before the first touch, as programs do
 
-
 def main():
     x = torch.ones(100).to("cuda:1")
     cards = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
@@ -35,11 +34,9 @@ def main():
     atexit.register(lambda: print("at exit", torch.cuda.max_memory_allocated(1) > 0))
     sys.exit(7)
 
-
 def later(x):
     threading.main_thread().join()
     print("later", (x + 1).device)
-
 
 if __name__ == "__main__":
     main()
@@ -51,14 +48,11 @@ import torch, torch.multiprocessing as mp
 
 assert torch.cuda.is_available() and torch.cuda.device_count() == 2  # at the import, in every process
 
-
 class Net(torch.nn.Linear):
     pass
 
-
 def rank_main(rank, net):
     print("in a rank", net.to(rank + 1)(torch.ones(4, device=rank + 1)).device, flush=True)
-
 
 if __name__ == "__main__":
     mp.spawn(rank_main, args=(Net(4, 1),), nprocs=1)
@@ -114,24 +108,22 @@ def test_gloo_stays_on_this_machine_if_all_ranks_are_here(set_already, found, tm
     assert done.stdout == f"{found.get('GLOO_SOCKET_IFNAME')}\n"
 
 
-BAD = {
-    (): "the following arguments are required: program",
-    ("nowhere.py",): "There is no file 'nowhere.py'. To run a module, write -m nowhere.py.",
-    ("-m", "no.such.module"): "There is no module named 'no.such.module'.",
-    ("-m", "no_such_module"): "There is no module named 'no_such_module'.",
-    ("--gpus", "0", __file__): "must be an integer of at least 1, not 0.",
-    ("--memory", "much", __file__): "much",
-    ("--gpu", "2", __file__): "--gpu",
-    ("measure", __file__): "--out",
-    ("--gpus", "3", "--hosts", "2", __file__): "Cannot spread 3 GPUs",
-    ("--as-rank", "21", __file__): "needs both rank and world_size",
-    ("--as-rank", "9", "--of", "8", __file__): "ranks of 8 are 0 to 7",
-    ("--as-rank", "0", "--of", "1", "--tokens", "1", "--samples", "1", __file__): "Give --tokens or --samples",
-}
-
-
 def test_bad_arguments(capsys):
-    for arguments, words in BAD.items():
+    bad = {
+        (): "the following arguments are required: program",
+        ("nowhere.py",): "There is no file 'nowhere.py'. To run a module, write -m nowhere.py.",
+        ("-m", "no.such.module"): "There is no module named 'no.such.module'.",
+        ("-m", "no_such_module"): "There is no module named 'no_such_module'.",
+        ("--gpus", "0", __file__): "must be an integer of at least 1, not 0.",
+        ("--memory", "much", __file__): "much",
+        ("--gpu", "2", __file__): "--gpu",
+        ("measure", __file__): "--out",
+        ("--gpus", "3", "--hosts", "2", __file__): "Cannot spread 3 GPUs",
+        ("--as-rank", "21", __file__): "needs both rank and world_size",
+        ("--as-rank", "9", "--of", "8", __file__): "ranks of 8 are 0 to 7",
+        ("--as-rank", "0", "--of", "1", "--tokens", "1", "--samples", "1", __file__): "Give --tokens or --samples",
+    }
+    for arguments, words in bad.items():
         with pytest.raises(SystemExit) as error:
             parse(list(arguments))
         said = capsys.readouterr().err

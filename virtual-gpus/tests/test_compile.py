@@ -11,8 +11,6 @@ from virtual_gpus import record_timeline, virtual_gpus
 from virtual_gpus.features.compile import compiler
 
 LINE = "virtual GPUs: torch.compile compiles nothing for a GPU; the program runs as it is\n"
-
-
 COMPILE = {
     "mode": lambda net: torch.compile(net, mode="reduce-overhead", fullgraph=True),
     "a backend of one's own": lambda net: torch.compile(

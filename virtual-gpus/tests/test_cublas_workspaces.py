@@ -57,13 +57,11 @@ def test_by_version_and_environment(monkeypatch, version, settings, product, bia
     assert kept(lambda a: torch.addmm(a.new_zeros(4), a, a)) == (biased, biased * stays)
 
 
-KINDS = {"K80": 8320, "T4": 8320, "A100": 8320, "RTX 4090": 8320, "H100": 32768, "B200": 32768}
-CONFIGS = {":4096:8": 32768, ":16:8": 128, ":4096:2:16:8": 8320, "nonsense": 32768, ":0:0": 0}
-
-
 def test_by_kind_and_configuration(monkeypatch):
-    assert {kind: kept(multiply, kind)[1] for kind in KINDS} == {kind: size * 1024 for kind, size in KINDS.items()}
-    for config, size in CONFIGS.items():
+    sizes = {"K80": 8320, "T4": 8320, "A100": 8320, "RTX 4090": 8320, "H100": 32768, "B200": 32768}
+    by_config = {":4096:8": 32768, ":16:8": 128, ":4096:2:16:8": 8320, "nonsense": 32768, ":0:0": 0}
+    assert {kind: kept(multiply, kind)[1] for kind in sizes} == {kind: size * 1024 for kind, size in sizes.items()}
+    for config, size in by_config.items():
         monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", config)
         assert kept(multiply)[1] == size * 1024, config
 
@@ -78,34 +76,32 @@ def test_a_workspace_that_does_not_fit_raises_and_leaves_the_books_in_order(monk
             assert torch.cuda.memory_allocated() == 512
 
 
-TAKERS = {
-    "mm": (lambda a, v, b: torch.mm(a, a), CUBLAS),
-    "bmm": (lambda a, v, b: torch.bmm(b, b), CUBLAS),
-    "baddbmm": (lambda a, v, b: torch.baddbmm(b, b, b), CUBLAS),
-    "mv": (lambda a, v, b: torch.mv(a, v), CUBLAS),
-    "dot": (lambda a, v, b: torch.dot(v, v), CUBLAS),
-    "linear": (lambda a, v, b: nn.functional.linear(a, a, v), CUBLAS + LT),
-    "a row as bias": (lambda a, v, b: torch.addmm(v[None], a, a), CUBLAS + LT),
-    "a matrix as bias": (lambda a, v, b: torch.addmm(a, a, a), CUBLAS),
-    "beta": (lambda a, v, b: torch.addmm(v, a, a, beta=2), CUBLAS),
-    "one number as bias": (lambda a, v, b: torch.addmm(v[:1], a, a), CUBLAS),
-    "a bias with gaps": (lambda a, v, b: torch.addmm(a[:, 0], a, a), CUBLAS),
-    "one row times many": (lambda a, v, b: torch.addmm(v, a[:1], a), CUBLAS + LT),
-    "complex": (lambda a, v, b: torch.addmm(v + 0j, a + 0j, a + 0j), CUBLAS),
-    "half": (lambda a, v, b: torch.addmm(v.half(), a.half(), a.half()), CUBLAS + LT),
-    "triangular": (lambda a, v, b: torch.linalg.solve_triangular(a + torch.eye(4).cuda(), a, upper=True), CUBLAS),
-    "no columns": (lambda a, v, b: a @ a[:, :0], 0),
-    "nothing to add": (lambda a, v, b: a[:, :0] @ a[:0], 0),
-    "convolution": (lambda a, v, b: nn.functional.conv1d(b, b[:, :, :1]), 0),
-}
-
-
 @pytest.mark.parametrize("shapes_only", [False, True], ids=["numbers", "shapes"])
 def test_an_operator_leaves_its_workspaces(shapes_only):
+    takers = {
+        "mm": (lambda a, v, b: torch.mm(a, a), CUBLAS),
+        "bmm": (lambda a, v, b: torch.bmm(b, b), CUBLAS),
+        "baddbmm": (lambda a, v, b: torch.baddbmm(b, b, b), CUBLAS),
+        "mv": (lambda a, v, b: torch.mv(a, v), CUBLAS),
+        "dot": (lambda a, v, b: torch.dot(v, v), CUBLAS),
+        "linear": (lambda a, v, b: nn.functional.linear(a, a, v), CUBLAS + LT),
+        "a row as bias": (lambda a, v, b: torch.addmm(v[None], a, a), CUBLAS + LT),
+        "a matrix as bias": (lambda a, v, b: torch.addmm(a, a, a), CUBLAS),
+        "beta": (lambda a, v, b: torch.addmm(v, a, a, beta=2), CUBLAS),
+        "one number as bias": (lambda a, v, b: torch.addmm(v[:1], a, a), CUBLAS),
+        "a bias with gaps": (lambda a, v, b: torch.addmm(a[:, 0], a, a), CUBLAS),
+        "one row times many": (lambda a, v, b: torch.addmm(v, a[:1], a), CUBLAS + LT),
+        "complex": (lambda a, v, b: torch.addmm(v + 0j, a + 0j, a + 0j), CUBLAS),
+        "half": (lambda a, v, b: torch.addmm(v.half(), a.half(), a.half()), CUBLAS + LT),
+        "triangular": (lambda a, v, b: torch.linalg.solve_triangular(a + torch.eye(4).cuda(), a, upper=True), CUBLAS),
+        "no columns": (lambda a, v, b: a @ a[:, :0], 0),
+        "nothing to add": (lambda a, v, b: a[:, :0] @ a[:0], 0),
+        "convolution": (lambda a, v, b: nn.functional.conv1d(b, b[:, :, :1]), 0),
+    }
     with virtual_gpus(1, shapes_only=shapes_only):
         inputs = matrix(4, 4), matrix(4), matrix(4, 4, 4)
         before = torch.cuda.memory_allocated()
-        for name, (function, expected) in TAKERS.items():
+        for name, (function, expected) in takers.items():
             function(*inputs)
             assert torch.cuda.memory_allocated() - before == expected, name
             torch._C._cuda_clearCublasWorkspaces()

@@ -116,8 +116,6 @@ def test_dropout_drops_the_same_weights_forward_and_backward(backend):
         torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
 
 
-# ---- which kernel ----------------------------------------------------------------------------------------------------
-
 H200, A100, T4, V100, K80 = (9, 0), (8, 0), (7, 5), (7, 0), (3, 7)
 BASE = {"shape": (2, 4, 16, 64), "dtype": FP32}
 CHOICES = [
@@ -215,9 +213,6 @@ def test_mistakes_get_pytorchs_words(make, text):
             F.scaled_dot_product_attention(*make(query))
 
 
-# ---- memory ----------------------------------------------------------------------------------------------------------
-
-
 @with_and_without_numbers
 @pytest.mark.parametrize(("dtype", "kept"), [(FP32, 0), (BF16, 1024)])
 def test_without_gradients_only_the_output_stays(shapes_only, dtype, kept):
@@ -253,9 +248,6 @@ def test_kernels_workspaces_by_hand(kind, splits, rows):
     gradients, delta = 3 * 2 * 1024 * 256 * 2, 2 * 1024 * 4
     workspace = 2 * 4 * (splits * 64 * 256 * 2 + 1024 // rows * 4 * (4 + rows * 64))
     assert peak == pytest.approx(gradients + delta + workspace, abs=1 << 20)  # blocks have unsplit tails
-
-
-# ---- modules ---------------------------------------------------------------------------------------------------------
 
 
 def test_backward_under_autocast_has_the_inputs_precision_and_rows_that_see_nothing_zeros():

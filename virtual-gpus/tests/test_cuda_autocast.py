@@ -43,9 +43,6 @@ def region(low=torch.bfloat16, **options):
     return torch.autocast("cuda", dtype=low, **options)
 
 
-# ---- the lists, against PyTorch's own kernels ------------------------------------------------------------------------
-
-
 def test_every_operator_that_cuda_casts_is_in_a_list():
     names = torch._C._dispatch_get_all_op_names()
     cast = {n for n in names if torch._C._dispatch_has_kernel_for_dispatch_key(n, "AutocastCUDA")}
@@ -163,9 +160,6 @@ def test_what_is_not_eligible_stays_as_it_is(gpus):
             F.binary_cross_entropy(host.cuda(), host.cuda())
         with pytest.raises(RuntimeError, match="at least two devices|is on cpu"):
             host.cuda() @ host
-
-
-# ---- regions -------------------------------------------------------------------------------------------------------
 
 
 def product():

@@ -44,11 +44,9 @@ def forward(net, x, run=None):
 
 
 def train(run=None, steps: int = 2, autocast=False, shapes_only=False):
-    """(losses, gradients, [allocated after forward, peak of the step] per step) of a few steps.
-
-    By the rules of PyTorch 2.14: one cuBLAS workspace for each thread, which stays. In 2.11, a recomputation takes one
-    of cublasLt more, and 2.15 takes them anew for each product.
-    """
+    """(losses, gradients, [allocated after forward, peak of the step] per step) of a few steps. By the rules of PyTorch
+    2.14: one cuBLAS workspace for each thread, which stays. In 2.11, a recomputation takes one of cublasLt more, and
+    2.15 takes them anew for each product."""
     with virtual_gpus(1, shapes_only=shapes_only, torch_version="2.14"):
         net = network()
         optimizer = torch.optim.SGD(net.parameters(), lr=0.1)

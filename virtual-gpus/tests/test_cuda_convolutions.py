@@ -1,28 +1,24 @@
-"""Convolutions on virtual GPUs take the memory that cuDNN took on an H200 (torch 2.11, cuDNN 9.19).
-
-Whole layers stand beside other operators in test_cuda_operators.py.
-"""
+"""Convolutions on virtual GPUs take the memory that cuDNN took on an H200 (torch 2.11, cuDNN 9.19). Whole layers stand
+beside other operators in test_cuda_operators.py."""
 
 import pytest
 import torch
 from benchmarks.reference import measure
-from measuring import events_of, peak_of
+from measuring import MIB, events_of, peak_of
 from torch import nn
 from torch.nn import functional as F
 from virtual_gpus import virtual_gpus
 from virtual_gpus.features.conv import workspaces as workspaces
 from virtual_gpus.memory_model import round_size
 
-MIB = 1 << 20
 TRACED = measure.load("convolution_workspaces.json")
 
 
 def shape(channels, filters, side, kernel, stride, **changes):
     """64 square images on an H200, channels first, fp32 as TF32."""
     output = (side + stride - 1) // stride
-    facts = workspaces.Shape(
-        64, channels, filters, 1, (side, side), (kernel, kernel), (output, output), stride > 1, 4, False, True, 132
-    )
+    sides = [(length, length) for length in (side, kernel, output)]
+    facts = workspaces.Shape(64, channels, filters, 1, *sides, stride > 1, 4, False, True, 132)
     return facts._replace(**changes)
 
 
@@ -134,11 +130,10 @@ def test_second_gradients_one_alone_an_empty_batch_and_out_work():
         layer(torch.randn(0, 3, 8, 8, device="cuda")).sum().backward()
         assert layer.weight.grad.abs().sum().item() == 0
         x, out = torch.randn(1, 3, 8, 8, device="cuda"), torch.empty(1, 4, 6, 6, device="cuda")
-        again = torch.ops.aten.convolution.out(
-            x, layer.weight.detach(), None, [1, 1], [0, 0], [1, 1], False, [0, 0], 1, out=out
-        )
+        weight = layer.weight.detach()
+        again = torch.ops.aten.convolution.out(x, weight, None, [1, 1], [0, 0], [1, 1], False, [0, 0], 1, out=out)
         assert again is out
-        torch.testing.assert_close(out.cpu(), F.conv2d(x.cpu(), layer.weight.detach().cpu()))
+        torch.testing.assert_close(out.cpu(), F.conv2d(x.cpu(), weight.cpu()))
 
 
 def test_benchmark_tries_large_kernels_once_for_each_shape_and_empties_the_cache():

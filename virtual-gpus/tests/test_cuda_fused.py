@@ -72,16 +72,14 @@ def with_what_is_kept_on_the_cpu(run, *leaves):
         return run(*leaves)
 
 
-WAYS = (lambda run, *leaves: run(*leaves), partial(checkpoint, use_reentrant=True),
-        partial(checkpoint, use_reentrant=False), with_what_is_kept_on_the_cpu)  # fmt: skip
-
-
 @every_kind
 @with_and_without_numbers
 def test_what_a_layer_keeps_is_made_anew_or_lies_on_the_cpu_and_dropout_stays_the_same(kind, shapes_only):
+    ways = (lambda run, *leaves: run(*leaves), partial(checkpoint, use_reentrant=True),
+            partial(checkpoint, use_reentrant=False), with_what_is_kept_on_the_cpu)  # fmt: skip
     found = []
     with virtual_gpus(1, shapes_only=shapes_only):
-        for way in WAYS:
+        for way in ways:
             run, leaves = layer(kind, dropout=0.25)
             run(*leaves)  # makes the dropout state
             before = torch.cuda.memory_allocated()
@@ -119,7 +117,7 @@ def attention(backward=False):
 
 
 @pytest.mark.parametrize(
-    ("work", "room"), [(reduction, 40), (recurrent, 40), (attention, 17), (partial(attention, True), 40)]
+    "work, room", [(reduction, 40), (recurrent, 40), (attention, 17), (partial(attention, True), 40)]
 )
 @with_and_without_numbers
 def test_a_kernel_that_runs_out_of_memory_on_the_way_leaves_nothing_behind(work, room, shapes_only):

@@ -3,13 +3,11 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from measuring import bytes_of, peak_of, sizes_of
+from measuring import MIB, bytes_of, peak_of, sizes_of
 from torch import nn
 from virtual_gpus import NotModelled, record_timeline, virtual_gpus
 from virtual_gpus.features.blas import copied_bytes
 from virtual_gpus.memory_model import reduction_scratch, round_size
-
-MIB = 1 << 20
 
 
 @pytest.fixture(params=[False, True], ids=["numbers", "shapes"])
@@ -19,13 +17,11 @@ def gpu(request):
         yield torch.device("cuda")
 
 
-# Rows, columns of matrices whose rows were added up; bytes of partial results and of semaphores, both rounded up to
-# blocks of 512, in traces of training steps on an H200.
-COLUMN_SUMS = [(2048, 384, 6_291_456, 512), (2608, 20_000, 143_360_000, 1024), (4096, 1024, 33_554_432, 512)]
-
-
 def test_partial_sums_are_those_of_an_h200_s_steps_and_depend_on_the_gpu_and_the_layout():
-    for rows, columns, partial, semaphores in COLUMN_SUMS:
+    # Rows, columns of matrices whose rows were added up; bytes of partial results and of semaphores, both rounded up to
+    # blocks of 512, in traces of training steps on an H200.
+    column_sums = [(2048, 384, 6_291_456, 512), (2608, 20_000, 143_360_000, 1024), (4096, 1024, 33_554_432, 512)]
+    for rows, columns, partial, semaphores in column_sums:
         found = reduction_scratch((rows, columns), "H200", [0])
         assert tuple(map(round_size, found)) == (partial, semaphores), (rows, columns)
     assert reduction_scratch((1000, 10_000), "H200") == (4 * 528, 4)  # the mean of 10,000,000 losses: 3,072 bytes

@@ -1,7 +1,5 @@
-"""LSTM, GRU and RNN on virtual GPUs: the CPU's numbers and gradients, and cuDNN's memory.
-
-What an H200's cuDNN took stands in test_cuda_operators.py.
-"""
+"""LSTM, GRU and RNN on virtual GPUs: the CPU's numbers and gradients, and cuDNN's memory. What an H200's cuDNN took
+stands in test_cuda_operators.py."""
 
 import warnings
 from functools import partial
@@ -65,8 +63,7 @@ def test_numbers_and_gradients_are_those_of_the_cpu(gpus, case):
     close = {torch.float64: {"atol": 0, "rtol": 0}, torch.bfloat16: {"atol": 2e-2, "rtol": 0}}.get(dtype, {})
     for use in (slice(1), slice(1, None)):
         expected = run(make, "cpu", x, states if with_states else None, use)
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")  # what the CPU warns of is not a GPU's warning
+        with warnings.catch_warnings(action="error"):  # what the CPU warns of is not a GPU's warning
             found = run(make, gpus[1], x, states if with_states else None, use)
         assert all(one.device == gpus[1] for one in found)
         same(found, expected, **close)
@@ -143,8 +140,7 @@ def test_a_weight_that_left_the_buffer(gpus):
         out = net(x)[0]
     out.sum().backward()
     net.flatten_parameters()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         same([out, net(x)[0]], [before, before])
 
 

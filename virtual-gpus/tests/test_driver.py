@@ -7,10 +7,8 @@ import types
 import GPUtil
 import pytest
 import torch
-from measuring import empty
+from measuring import MIB, empty
 from virtual_gpus import virtual_gpus
-
-MIB = 2**20
 
 
 @virtual_gpus(2, memory="2 GiB")

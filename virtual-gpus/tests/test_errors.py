@@ -185,8 +185,7 @@ def test_operators_without_a_deterministic_algorithm_are_refused():
     for name, work in NOT_DETERMINISTIC:
         with pytest.raises(RuntimeError, match=f"^{name} does not have a deterministic implementation"):
             work()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         image(4).median()
         ROWS.cuda().bincount()
         ROWS.cuda().histc(bins=2, min=0, max=1)

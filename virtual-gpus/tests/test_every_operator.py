@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from virtual_gpus import record_timeline
+from measuring import recorded
 from virtual_gpus.dispatch import timing
 from virtual_gpus.dispatch.operators import operator
 
@@ -42,9 +42,8 @@ def argument(given, dtype):
 
 def seconds(call):
     """Of its last kernel."""
-    with record_timeline() as timeline:
-        call()
-    return timeline.spans[-1].end - timeline.spans[-1].start
+    span = recorded(call).spans[-1]
+    return span.end - span.start
 
 
 def test_results_that_are_given_and_grow_take_memory_whatever_their_arguments_are_called():
@@ -91,9 +90,8 @@ def test_a_type_that_is_asked_for_takes_its_time_whatever_was_asked_before():
         checked.append(func)
     assert len(checked) > 30
     size = (1 << 28,)
-    assert seconds(lambda: torch.zeros(size, dtype=torch.float64, device="cuda")) > 6 * seconds(
-        lambda: torch.zeros(size, dtype=torch.int8, device="cuda")
-    )
+    zeros = [lambda dtype=dtype: torch.zeros(size, dtype=dtype, device="cuda") for dtype in (torch.float64, torch.int8)]
+    assert seconds(zeros[0]) > 6 * seconds(zeros[1])
 
 
 def test_a_complex_product_is_four_real_ones():
@@ -140,9 +138,7 @@ def test_an_operator_on_lists_reads_each_once_and_writes_what_it_returns_or_chan
 
 def test_a_copy_within_a_gpu_has_its_own_name_and_an_error_in_a_shape_is_not_hidden(monkeypatch):
     x = torch.empty(4, 4, device="cuda")
-    with record_timeline() as timeline:
-        x.copy_(x + 1)
-    assert [span.name for span in timeline.spans] == ["add", "copy_"]
+    assert [span.name for span in recorded(lambda: x.copy_(x + 1)).spans] == ["add", "copy_"]
     monkeypatch.setattr(timing, "_form", lambda tensor: torch.ones(2) @ torch.ones(3))
     with pytest.raises(RuntimeError, match="size"):
         x + 1

@@ -19,8 +19,7 @@ GO_TOO = {"autocast": {"attention", "rnn"}, "blas": {"data_parallel"}, "streams"
 SETTINGS = {"races": {"check_races": True}, "compile": {"compile": "modelled"}, "multiprocessing": {"children": True},
             "distributed": {"rank": 0, "world_size": 2}}  # fmt: skip
 PROGRAM = """
-import importlib.abc, os, pkgutil, sys
-import torch
+import importlib.abc, os, pkgutil, sys, torch
 
 class Gone(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path=None, target=None):

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from measuring import recorded
 from ranks import fully_sharded, in_ranks
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
@@ -14,7 +15,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 from torch.nn.functional import mse_loss
-from virtual_gpus import record_timeline, virtual_gpus
+from virtual_gpus import virtual_gpus
 from virtual_gpus.settings import INSTALLED
 
 WIDTH, BLOCKS = 256, 4
@@ -88,9 +89,7 @@ def test_each_rank_holds_its_share():
 
 def sent(function):
     """(kind, name, nanoseconds) of what went over links meanwhile."""
-    with record_timeline() as timeline:
-        function()
-    spans = [span for span in timeline.spans if span.kind in ("collective", "copy")]
+    spans = [span for span in recorded(function).spans if span.kind in ("collective", "copy")]
     return [(span.kind, span.name, round(1e9 * (span.end - span.start))) for span in spans]
 
 

@@ -14,11 +14,10 @@ from virtual_gpus.dispatch.operators import _ask, operator
 from virtual_gpus.features import rms_norm
 
 aten = torch.ops.aten
-META = {"device": "meta"}
 
 
 def t(*shape, dtype=torch.float32, form=torch.contiguous_format):
-    return torch.empty(shape, dtype=dtype, memory_format=form, **META)
+    return torch.empty(shape, dtype=dtype, memory_format=form, device="meta")
 
 
 @pytest.fixture(autouse=True)
@@ -45,9 +44,6 @@ def forms(result):
     return result.shape, result.stride(), result.dtype, result.storage_offset(), result.untyped_storage().nbytes()
 
 
-LAST = torch.channels_last
-
-
 def factors(factor):
     """What an optimizer does in place: its factors may differ, but not their type."""
     x, lists = t(4, 3), ([t(4, 3), t(2)], [t(4, 3), t(2)])
@@ -61,7 +57,7 @@ def adds(*pairs):
 
 ONCE = {  # calls of which each is asked for one time, however often it is made
     "add to a column": lambda: [(aten.add.Tensor, t(4, 3), t(5, 4).t()[:, :1])],
-    "channels last": lambda: [(aten.relu.default, t(2, 3, 4, 5, form=LAST))],
+    "channels last": lambda: [(aten.relu.default, t(2, 3, 4, 5, form=torch.channels_last))],
     "gradients": lambda: [(aten.convolution_backward.default, t(2, 4, 9, 9), t(2, 3, 9, 9), t(4, 3, 3, 3), None,
                            [1, 1], [1, 1], [1, 1], False, [0, 0], 1, [True, False, False])],
     "lookup": lambda: [(aten.index.Tensor, t(6, 5), [None, t(7, dtype=torch.int64)])],
@@ -71,8 +67,6 @@ ONCE = {  # calls of which each is asked for one time, however often it is made
     "numbers": lambda: adds(*((t(4, dtype=torch.int64), n) for n in (1, 1.0, True))),
     "in place": lambda: factors(0.1),
 }  # fmt: skip
-
-
 UNUSUAL = {
     "a CPU tensor": lambda: [(aten.add.Tensor, t(4, 3), torch.tensor(1.0))],
     "a conjugate": lambda: [(aten.add.Tensor, t(3, dtype=torch.complex64).conj(), 1)],

@@ -5,10 +5,11 @@ import torch
 import torch.distributed as dist
 from benchmarks.reference import measure
 from benchmarks.reference.networks import GPT
+from measuring import recorded
 from torch import nn
 from torchvision.models import efficientnet_b0
 from torchvision.models.resnet import Bottleneck, ResNet
-from virtual_gpus import record_timeline, virtual_gpus
+from virtual_gpus import virtual_gpus
 
 
 @pytest.fixture(autouse=True)
@@ -21,9 +22,7 @@ def timed(step, warm_up: int = 1):
     """The timeline of a step, after others."""
     for _ in range(warm_up):
         step()
-    with record_timeline() as timeline:
-        step()
-    return timeline
+    return recorded(step)
 
 
 class Halves(ResNet):
@@ -86,13 +85,6 @@ class WithLoss(nn.Sequential):
         return loss_of(self[0], words).unsqueeze(0)
 
 
-WAYS = [  # the net of a model, the loss of a net and its words, further options
-    (nn.DataParallel, loss_of, {}),
-    (lambda model: nn.DataParallel(WithLoss(model)), lambda net, words: net(words.to("cuda")).mean(), {}),
-    (nn.parallel.DistributedDataParallel, lambda net, words: loss_of(net, words[::GPUS]), ALONE),
-]
-
-
 def small_transformer_step(links, wrap, loss, options):
     """(seconds, mean utilisation of the GPUs that this process uses) of a step."""
     with virtual_gpus(GPUS, kind="TITAN Xp", links=links, shapes_only=True, **options):
@@ -112,7 +104,12 @@ def small_transformer_step(links, wrap, loss, options):
 
 def test_dataparallel_parallel_loss_ddp_from_slowest_to_fastest():
     """Each is faster and busier than the one before, and a slower link hurts DataParallel more."""
-    (seconds, busy), (slower, _) = (zip(*(small_transformer_step(links, *way) for way in WAYS), strict=True)
+    ways = [  # the net of a model, the loss of a net and its words, further options
+        (nn.DataParallel, loss_of, {}),
+        (lambda model: nn.DataParallel(WithLoss(model)), lambda net, words: net(words.to("cuda")).mean(), {}),
+        (nn.parallel.DistributedDataParallel, lambda net, words: loss_of(net, words[::GPUS]), ALONE),
+    ]
+    (seconds, busy), (slower, _) = (zip(*(small_transformer_step(links, *way) for way in ways), strict=True)
                                     for links in (None, SLOW))  # fmt: skip
     assert list(seconds) == sorted(seconds, reverse=True) and list(busy) == sorted(busy)
     lost = [after - before for before, after in zip(seconds, slower, strict=True)]

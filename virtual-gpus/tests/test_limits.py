@@ -6,16 +6,15 @@ from pathlib import Path
 import pytest
 import torch
 import virtual_gpus as package
-from virtual_gpus import record_timeline, virtual_gpus
+from measuring import recorded
+from virtual_gpus import virtual_gpus
 
 LISTED = re.split(r"^- ", package.__doc__.partition("Known limits")[2], flags=re.MULTILINE)[1:]
 LISTED = [" ".join(text.split()) for text in LISTED]
 
 
 def work_on_the_cpu_takes_no_time():
-    with record_timeline() as timeline:
-        torch.randn(100, 100) @ torch.randn(100, 100)
-    assert timeline.spans == []
+    assert recorded(lambda: torch.randn(100, 100) @ torch.randn(100, 100)).spans == []
 
 
 def numbers_do_not_wait():
@@ -46,9 +45,7 @@ def scripts_have_the_cpu_s_operators():
 
 
 def seconds(work):
-    with record_timeline() as timeline:
-        work()
-    return timeline.busy_seconds(0)
+    return recorded(work).busy_seconds(0)
 
 
 def products_in_a_byte_take_those_of_two():

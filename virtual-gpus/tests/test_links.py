@@ -74,15 +74,11 @@ def test_kinds_have_plausible_figures_in_base_units():
         spec("RTX 9090")
 
 
-FIGURE = '{{ value = 1, unit = "{}", source = "{}" }}'
-BAD_FIGURES = {FIGURE.format("GB", "a data sheet"): "the unit 'GB' is unknown. Use B, KiB",
-               FIGURE.format("GB/s", ""): "needs a value, a unit and a source",
-               "{ value = 1 }": "needs a value, a unit and a source",
-               "1": "needs a value, a unit and a source", "[1, 2]": "needs a value, a unit and a source",
-               '1\nsource = "a data sheet"': "needs a value, a unit and a source"}  # fmt: skip
-
-
 def test_a_new_kind_is_a_file_whose_figures_have_units_and_sources(tmp_path, monkeypatch):
+    text = '{{ value = 1, unit = "{}", source = "{}" }}'
+    bad = {text.format("GB", "a data sheet"): "the unit 'GB' is unknown. Use B, KiB"}
+    incomplete = text.format("GB/s", ""), "{ value = 1 }", "1", "[1, 2]", '1\nsource = "a data sheet"'
+    bad |= dict.fromkeys(incomplete, "needs a value, a unit and a source")
     beside = [*figures.FOLDER.parent.glob("features/*/figures.toml")]
     assert {"attention", "conv", "rnn"} <= {path.parent.name for path in beside}
     for file in (*figures.FOLDER.rglob("*.toml"), *beside):
@@ -91,23 +87,21 @@ def test_a_new_kind_is_a_file_whose_figures_have_units_and_sources(tmp_path, mon
     table = '[sheet]\nsource = "a data sheet"\nunits = { size = "KiB", share = "of it" }\nsize = 2\npart.share = 3\n'
     (tmp_path / "shared.toml").write_text(table)
     assert figures.read("shared.toml") == {"sheet": {"size": 2048, "part": {"share": 3}}}
-    for number, (figure, words) in enumerate(BAD_FIGURES.items()):
+    for number, (figure, words) in enumerate(bad.items()):
         (tmp_path / f"{number}.toml").write_text(f"[sheet]\nbandwidth = {figure}\n")
         with pytest.raises(ValueError, match=f"{number}.toml: sheet: bandwidth: .*{words}"):
             figures.read(f"{number}.toml")
 
 
-SIZES = {"16 GiB": 16 << 30, "16GiB": 16 << 30, "512 MiB": 512 << 20, " 1.5 gib ": 3 << 29, "16 GB": 16 * 10**9,
-         "2 TiB": 2 << 40, "4 kB": 4000, "7 B": 7, 12345: 12345}  # fmt: skip
-BAD_SIZES = {"16": "'16' has no unit", "16 G": "unknown unit 'G'.*GiB", "lots": "Cannot read 'lots'",
-             "": "Cannot read ''", "0.1 B": "at least one byte", -5: "at least one byte"}  # fmt: skip
-
-
 def test_sizes_in_words_and_bad_ones_say_what_to_write():
-    assert {size: parse_bytes(size) for size in SIZES} == SIZES
+    right = {"16 GiB": 16 << 30, "16GiB": 16 << 30, "512 MiB": 512 << 20, " 1.5 gib ": 3 << 29, "16 GB": 16 * 10**9,
+             "2 TiB": 2 << 40, "4 kB": 4000, "7 B": 7, 12345: 12345}  # fmt: skip
+    wrong = {"16": "'16' has no unit", "16 G": "unknown unit 'G'.*GiB", "lots": "Cannot read 'lots'",
+             "": "Cannot read ''", "0.1 B": "at least one byte", -5: "at least one byte"}  # fmt: skip
+    assert {size: parse_bytes(size) for size in right} == right
     texts = {0: "0 B", 1023: "1023 B", 1024: "1 KiB", 150_109_880_320: "139.8 GiB", 3 << 19: "1.5 MiB", -2048: "-2 KiB"}
     assert {nbytes: format_bytes(nbytes) for nbytes in texts} == texts
-    for size, words in BAD_SIZES.items():
+    for size, words in wrong.items():
         with pytest.raises(ValueError, match=words):
             parse_bytes(size)
     for size in (1.5, True):

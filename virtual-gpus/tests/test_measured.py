@@ -7,7 +7,8 @@ import torch
 import torch.nn.functional as F
 from benchmarks import clock
 from forks import run
-from virtual_gpus import active_machine, measure, record_timeline, virtual_gpus
+from measuring import recorded
+from virtual_gpus import active_machine, measure, virtual_gpus
 from virtual_gpus.__main__ import main
 
 PROGRAM = """\
@@ -36,14 +37,12 @@ def listed(tmp_path, monkeypatch, capsys):
 def times():
     """The modelled seconds of one softmax over each dimension of 32 x 32 numbers, and of a product."""
     x = torch.zeros(32, 32, device="cuda")
-    with record_timeline() as timeline:
-        F.softmax(x, 0), F.softmax(x, 1), x @ x
-    return [span.end - span.start for span in timeline.spans if span.gpu == 0]
+    spans = recorded(lambda: (F.softmax(x, 0), F.softmax(x, 1), x @ x)).spans
+    return [span.end - span.start for span in spans if span.gpu == 0]
 
 
 def written(path, rows, gpu="H200"):
     path.write_text(json.dumps({"gpu": gpu, "rows": rows}))
-    return path
 
 
 def test_a_row_wins_over_the_formula_for_its_arguments_alone(tmp_path):

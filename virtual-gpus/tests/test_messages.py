@@ -217,9 +217,7 @@ def test_pipelines_of_several_stages_a_rank_have_the_gradients_of_one_gpu_and_th
         for number, gradient in gradients.items():
             torch.testing.assert_close(gradient, nets[number][0].weight.grad)
     if hasattr(PipelineStage, "_warmup_backward_result"):
-        pytest.skip(
-            "In PyTorch 2.13, the stages vote with values: equal gradients passed, times without values do not run."
-        )
+        pytest.skip("In PyTorch 2.13, stages vote with values: equal gradients passed, times without do not run.")
     with virtual_gpus(2, shapes_only=True):
         without = run_ranks(all_looped, 2, show=False)
     times = [[seconds for rank in ranks for _, seconds in rank] for ranks in (found, without)]

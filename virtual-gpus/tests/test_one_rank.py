@@ -173,17 +173,15 @@ def from_meta():
     return net
 
 
-CASES = {
-    "from meta": from_meta,
-    "replicated and sharded, gathered until the backward pass, checkpointed, in bfloat16": replicated,
-    "on the host": lambda: fully_sharded(mlp(), offload_policy=CPUOffloadPolicy()),
-}
-
-
 def figures(rank):
     """For each case: bytes at the peak of the second step, after it, and reserved; and entries of its state."""
+    builds = {
+        "from meta": from_meta,
+        "replicated and sharded, gathered until the backward pass, checkpointed, in bfloat16": replicated,
+        "on the host": lambda: fully_sharded(mlp(), offload_policy=CPUOffloadPolicy()),
+    }
     found = {}
-    for name, build in CASES.items():
+    for name, build in builds.items():
         net = optimizer = None
         gc.collect()
         torch.cuda.empty_cache()

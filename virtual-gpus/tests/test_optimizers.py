@@ -13,8 +13,6 @@ from torch.optim import lr_scheduler
 
 pytestmark = pytest.mark.usefixtures("workspaces_given_back", "gpus")
 GPUS = {"count": 3, "memory": "16 GiB"}
-
-
 SPECIAL = {"LBFGS", "SparseAdam"}  # the first has no operator of its own, the second is in PROGRAMS below
 NEEDS_MATRICES = {"Muon"}  # refuses parameters that are not 2-D
 OPTIMIZERS = {
@@ -43,7 +41,6 @@ def ways(name):
 
 
 CASES = [(name, way) for name in OPTIMIZERS for way in ways(name)]
-PLACES = ["cuda:2", "cuda:0"]
 
 
 def extras(name):
@@ -107,7 +104,7 @@ def assert_state_beside_parameters(optimizer, way):
 def test_weights_are_the_cpus_and_states_beside_their_parameters(name, way):
     gc.collect()
     before = allocated()
-    layers, optimizer = steps(name, PLACES, **way)
+    layers, optimizer = steps(name, ["cuda:2", "cuda:0"], **way)
     assert_same_weights(layers, on_the_cpu(name))
     assert_state_beside_parameters(optimizer, way)
     held = allocated()

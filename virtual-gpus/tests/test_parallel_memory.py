@@ -1,15 +1,13 @@
-"""Memory of DataParallel and DistributedDataParallel, allocation by allocation.
-
-Expected sequences are derived by hand from torch/csrc/cuda/comm.cpp, torch/nn/parallel/comm.py and
-torch/csrc/distributed/c10d/{comm,reducer}.cpp. Sizes are in float32 of 4 bytes, rounded up to 512 bytes.
-"""
+"""Memory of DataParallel and DistributedDataParallel, allocation by allocation. Expected sequences are derived by hand
+from torch/csrc/cuda/comm.cpp, torch/nn/parallel/comm.py and torch/csrc/distributed/c10d/{comm,reducer}.cpp. Sizes are
+in float32 of 4 bytes, rounded up to 512 bytes."""
 
 import gc
 
 import pytest
 import torch
 import torch.distributed as dist
-from measuring import allocated
+from measuring import allocated, bytes_of
 from ranks import in_ranks
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel, comm, replicate
@@ -250,16 +248,9 @@ def model_parallel(rank):
 
 
 def lists(rank):
-    """Peaks of collectives on lists, above what is there."""
+    """What collectives on lists leave, and their peaks, above what is there."""
     x, parts = torch.zeros(1000, device=rank), [torch.zeros(1000, device=rank) for _ in range(2)]
-    peaks = []
-    for collective, arguments in ((dist.all_gather, (parts, x)), (dist.reduce_scatter, (x, parts))):
-        torch.cuda.reset_peak_memory_stats()
-        before = allocated()[rank]
-        collective(*arguments)
-        assert allocated()[rank] == before
-        peaks.append(torch.cuda.max_memory_allocated() - before)
-    return peaks
+    return [bytes_of(call)[1:] for call in (lambda: dist.all_gather(parts, x), lambda: dist.reduce_scatter(x, parts))]
 
 
 def all_of_it(rank):
@@ -274,12 +265,12 @@ def all_of_it(rank):
 def test_memory_of_distributed_data_parallel():
     with virtual_gpus(4):
         answers = in_ranks(all_of_it, count=2)
-    for rank, (at_stages, rebuilt, peaks, (built, trained, places)) in enumerate(answers):
+    for rank, (at_stages, rebuilt, of_lists, (built, trained, places)) in enumerate(answers):
         assert at_stages == {name: expected for name, (_, _, expected) in CASES.items()}
         # Buckets are made anew before the second forward pass: all parameters in one flat tensor to send them, then the
         # bucket. Later three gradients go, and the old bucket before the new ones come.
         assert rebuilt == ([2100, 2100], [-700, -700, -700, -2100, 1400, 700])
-        assert peaks == [rounded(2000)] * 2  # lists go through a flat tensor
+        assert of_lists == [(0, rounded(2000))] * 2  # lists go through a flat tensor
         # A model on two GPUs has buckets on both.
         models, buckets = (rounded(1000, 500), rounded(2000)), (rounded(1500), rounded(2000))
         mine, others = slice(2 * rank, 2 * rank + 2), slice(2 - 2 * rank, 4 - 2 * rank)

@@ -167,11 +167,8 @@ def ddp(rank):
     return found
 
 
-NORMALIZED = [  # shape, samples per rank (unequal), and whether the norm has parameters
-    ((7, 5, 3, 3), [3, 4], True),
-    ((7, 5), [3, 4], False),
-    ((7, 5, 1, 1), [1, 6], True),
-]
+# Shape, samples per rank (unequal), and whether the norm has parameters.
+NORMALIZED = [((7, 5, 3, 3), [3, 4], True), ((7, 5), [3, 4], False), ((7, 5, 1, 1), [1, 6], True)]
 
 
 def normalized(shape, affine):

@@ -5,9 +5,10 @@ import json
 import pytest
 import torch
 import torch.distributed as dist
+from measuring import recorded
 from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function, schedule, supported_activities
-from virtual_gpus import record_timeline, virtual_gpus
+from virtual_gpus import virtual_gpus
 
 pytestmark = pytest.mark.usefixtures("gpus_of_the_module")
 GPUS = {"count": 2}
@@ -21,9 +22,7 @@ def test_device_times_are_those_of_the_modelled_clock(capfd):
         y.sum().backward()
 
     net, x = nn.Linear(100, 100).cuda(), torch.randn(64, 100, device="cuda")
-    with record_timeline() as timeline:
-        step()
-    kernels = sum(span.end - span.start for span in timeline.spans if span.gpu == 0) * 1e6
+    kernels = sum(span.end - span.start for span in recorded(step).spans if span.gpu == 0) * 1e6
     net.zero_grad()
     with profile(activities=BOTH) as profiled:
         step()

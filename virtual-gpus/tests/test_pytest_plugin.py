@@ -14,11 +14,9 @@ README = (Path(__file__).resolve().parents[1] / "README.md").read_text(encoding=
 CONFTEST = """\
 import pytest
 
-
 @pytest.fixture
 def factor(request):
     return Factor(getattr(request, "param", 2))
-
 
 class Factor:  # ranks that are not forked cannot import it
     def __init__(self, number):
@@ -29,23 +27,19 @@ import os, time
 import pytest, torch
 import torch.distributed as dist
 
-
 @pytest.fixture
 def network():
     return torch.nn.DataParallel(torch.nn.Linear(4, 2).cuda())  # needs the GPUs before the test begins
 
-
 def test_the_fixture_gives_two(virtual_gpus, pytestconfig):
     assert [str(device) for device in virtual_gpus] == ["cuda:0", "cuda:1"] and torch.cuda.device_count() == 2
     assert any(line.startswith("virtual_gpus(count=2, **settings): run") for line in pytestconfig.getini("markers"))
-
 
 @pytest.mark.virtual_gpus(4, memory="1 GiB", kind="A100")
 def test_the_marker_alone_is_enough(network):
     assert torch.cuda.device_count() == 4 and "A100" in torch.cuda.get_device_name(3)
     assert network(torch.ones(8, 4, device="cuda")).shape == (8, 2)
     assert torch.cuda.get_device_properties(0).total_memory == 1 << 30
-
 
 @pytest.mark.virtual_gpus(count=3)
 class TestOfOneClass:
@@ -56,29 +50,23 @@ class TestOfOneClass:
     def test_the_nearest_marker_counts(self):
         assert torch.cuda.device_count() == 2
 
-
 @pytest.mark.virtual_gpus(shapes_only=True)
 def test_a_failing_test_leaves_nothing_on():
     raise AssertionError("as planned")
 
-
 def test_other_tests_have_none():
     assert not torch.cuda.is_available()
-
 
 @pytest.mark.virtual_gpus(kind="Voodoo")
 def test_a_bad_argument_is_told():
     pass
 
-
 two = pytest.mark.virtual_gpus(2, ranks=2, timeout=60)
-
 
 def total(number):
     x = torch.full((1,), float(number), device="cuda")
     dist.all_reduce(x)
     return x.item()
-
 
 @pytest.mark.parametrize("factor", [1, 2], indirect=True)
 @pytest.mark.virtual_gpus(2, ranks=2, memory="1 GiB")
@@ -89,22 +77,18 @@ def test_passes(factor, tmp_path):
     dist.barrier()
     assert len(list(tmp_path.iterdir())) == 2
 
-
 @pytest.mark.virtual_gpus(1, ranks=1, start="spawn")
 def test_fails_in_a_spawned_rank(factor):
     assert total(factor.number) == 3, "spawned"
-
 
 @two
 def test_rank_1_is_named():
     values = [3, 4]
     assert values[dist.get_rank()] == 3
 
-
 @pytest.mark.virtual_gpus(2, ranks=2, timeout=0.1)
 def test_hangs():
     time.sleep(600)
-
 
 @two
 def test_skips():
@@ -112,21 +96,17 @@ def test_skips():
         pytest.skip("no such library")
     dist.barrier()
 
-
 @two
 def test_xfails():
     pytest.xfail("known")
-
 
 @pytest.fixture
 def layer():
     return {"a layer": [torch.nn.Linear(2, 2).cuda()]}
 
-
 @two
 def test_gpu_tensor(layer):
     pass
-
 
 @two
 async def test_coroutine():

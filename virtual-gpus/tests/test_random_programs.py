@@ -1,9 +1,7 @@
-"""Random programs of views, writes in place, streams, threads, copies and gradients: on virtual GPUs as on the CPU.
-
-A program is a seed. All its choices follow from that and from sizes, so it runs alike on two GPUs and on the CPU. Each
+"""Random programs of views, writes in place, streams, threads, copies and gradients: on virtual GPUs as on the CPU. A
+program is a seed. All its choices follow from that and from sizes, so it runs alike on two GPUs and on the CPU. Each
 step may fail, and then fails on both. In the end values, strides, errors and the sharing of memory are equal, every
-tensor is on its GPU, and each GPU holds the blocks of the living storages and nothing else.
-"""
+tensor is on its GPU, and each GPU holds the blocks of the living storages and nothing else."""
 
 import gc
 import random

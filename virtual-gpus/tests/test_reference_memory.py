@@ -1,7 +1,5 @@
-"""Memory on virtual GPUs against a real H200, and with shapes only against real numbers.
-
-The goal stands in benchmarks/reference/compare.py; `python -m benchmarks.memory` prints what these tests compare.
-"""
+"""Memory on virtual GPUs against a real H200, and with shapes only against real numbers. The goal stands in
+benchmarks/reference/compare.py; `python -m benchmarks.memory` prints what these tests compare."""
 
 import functools
 import math
@@ -33,9 +31,7 @@ def with_numbers(act):
 @functools.cache
 def steps_in_order() -> dict[str, dict]:
     """All training steps' memory, on one virtual GPU, one after the other as on the H200, and so for the second set.
-
-    What came before the second set is not known: another step, since any leaves the same blocks.
-    """
+    What came before the second set is not known: another step, since any leaves the same blocks."""
     sets = CASES, {"mlp_adamw_b256": CASES["mlp_adamw_b256"]} | second.STEPS
     first, then = (measure.on_virtual_gpu(functools.partial(measure.steps_in_order, cases), TORCH) for cases in sets)
     return then | first
@@ -53,14 +49,12 @@ def test_every_case_was_measured_and_nine_operators_in_ten_need_no_excuse():
     assert 1 - len(KNOWN_DIFFERENCES) / len(OPERATOR_SETS) >= OPERATORS_WITHIN
 
 
-# What the GRU's real cache held before is not known. Its reserved memory is 14 MiB more.
-NOT_EXACT = {"gru_tagger_b64": ("reserved", "peak_reserved")}
-
-
 @pytest.mark.parametrize("name", STEPS)
 def test_in_the_h200s_order_every_figure_is_its_to_the_byte(name):
     """Sources explain all but cuDNN's workspaces: those of convolutions and RNNs were fitted to these figures."""
-    real, virtual, loose = STEPS[name], steps_in_order()[name], NOT_EXACT.get(name, ())
+    # What the GRU's real cache held before is not known. Its reserved memory is 14 MiB more.
+    not_exact = {"gru_tagger_b64": ("reserved", "peak_reserved")}
+    real, virtual, loose = STEPS[name], steps_in_order()[name], not_exact.get(name, ())
     assert virtual["model_bytes"] == real["model_bytes"]
     for one, other in zip(virtual["memory"], real["memory"], strict=True):
         assert all(one[figure] == pytest.approx(other[figure], rel=GOAL[figure].largest) for figure in loose)
@@ -124,13 +118,11 @@ def test_an_operator_needs_the_memory_that_it_needs_on_the_h200(name):
     assert (OFF.get(name, 0) > OPERATOR_LIMIT) == (name in KNOWN_DIFFERENCES)
 
 
-MADE_OTHERWISE = {"embedding_sparse"}  # meta tensors have no sparse gradients: see "Known limits" of virtual_gpus
-
-
 def test_an_operator_needs_the_same_memory_with_shapes_as_with_numbers(monkeypatch):
     """With a sixty-fourth of each batch, because a CPU is slow."""
+    made_otherwise = {"embedding_sparse"}  # meta tensors have no sparse gradients: see "Known limits" of virtual_gpus
     monkeypatch.setattr(reference_operators, "SHARE", 64)
-    builds = {name: build for name, build in OPERATOR_SETS.items() if name not in MADE_OTHERWISE}
+    builds = {name: build for name, build in OPERATOR_SETS.items() if name not in made_otherwise}
     act = functools.partial(measure.operators_in_order, builds, rounds=1)
     shapes, numbers = measure.on_virtual_gpu(act, TORCH), with_numbers(act)
     assert [name for name in builds if shapes[name] != numbers[name]] == []

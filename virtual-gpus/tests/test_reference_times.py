@@ -1,7 +1,5 @@
-"""The modelled clock against a real H200. The goals stand in virtual-gpus/benchmarks/reference/timing.py.
-
-`python -m benchmarks.clock` prints what these tests compare.
-"""
+"""The modelled clock against a real H200. The goals stand in virtual-gpus/benchmarks/reference/timing.py. `python -m
+benchmarks.clock` prints what these tests compare."""
 
 import functools
 import inspect

@@ -4,6 +4,7 @@ import os
 import socket
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -107,20 +108,15 @@ def step(rank):
 
 
 def test_from_two_threads_at_once_after_backward_in_the_parent_on_several_threads():
-    answers, before = {}, torch.get_num_threads()
-
     def work(name):
-        answers[name] = run_ranks(lambda rank: (name, rank, step(rank)), ranks=2, show=False)
+        return run_ranks(lambda rank: (name, rank, step(rank)), ranks=2, show=False)
 
+    before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
         step(0)
-        threads = [threading.Thread(target=work, args=(name,)) for name in "ab"]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert answers == {name: [(name, 0, 601.0), (name, 1, 1201.0)] for name in "ab"}
+        with ThreadPoolExecutor(2) as pool:
+            assert [*pool.map(work, "ab")] == [[(name, 0, 601.0), (name, 1, 1201.0)] for name in "ab"]
         assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(before)
@@ -186,9 +182,6 @@ def test_lines_come_in_rank_order_and_those_of_rank_0_while_it_runs(capsys, tmp_
         "[rank 1] a child", "[rank 1] no newline", "",
     ]  # fmt: skip
     assert capsys.readouterr().err == "[rank 0] oops 0\n[rank 1] oops 1\n"
-
-
-# ---- ranks that are not forked ---------------------------------------------------------------------------------------
 
 
 def job():
@@ -265,9 +258,6 @@ def test_ranks_of_a_fork_server(monkeypatch, tmp_path):
         run_ranks(lambda rank: rank / 0, ranks=1, start="spawn", show=False)
 
 
-# ---- what other systems lack or name otherwise -----------------------------------------------------------------------
-
-
 def remove_as_on_windows(path, remove=os.remove):
     """Windows does not remove a file that a process has open. The name of such a file ends with the process."""
     process = str(path).rpartition("-")[2]
@@ -306,9 +296,7 @@ def test_torchrun_without_libuv(monkeypatch):
     assert "says 0 lo" in run_hosts({"A": command})["A"]
 
 
-@pytest.mark.parametrize(
-    ("system", "name"), [("linux", "lo"), ("darwin", "lo0"), ("win32", "Loopback Pseudo-Interface 1")]
-)
+@pytest.mark.parametrize("system, name", [("linux", "lo"), ("darwin", "lo0"), ("win32", "Loopback Pseudo-Interface 1")])
 def test_the_network_of_other_systems(system, name, monkeypatch):
     """The loopback interface has another name, and PyTorch for Windows is built without libuv."""
     monkeypatch.setattr(sys, "platform", system)

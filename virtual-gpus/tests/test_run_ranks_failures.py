@@ -62,9 +62,6 @@ def fails(function, *args, **options):
     return str(caught.value)
 
 
-# ---- a rank raises -------------------------------------------------------------------------------------------
-
-
 def inner():
     try:
         raise ValueError("no such thing")
@@ -85,9 +82,7 @@ def one_raises(rank, folder):
     dist.all_reduce(torch.ones(3))
 
 
-def test_a_rank_that_raises_is_named_with_its_traceback_and_the_others_end_with_what_they_started(
-    tmp_path, monkeypatch
-):
+def test_a_rank_that_raises_is_named_with_its_traceback_and_others_end_with_what_they_began(tmp_path, monkeypatch):
     monkeypatch.setattr(run, "_GRACE_S", 0.1)
     text = fails(one_raises, tmp_path)
     assert text.startswith("Rank 1 of 3 raised RuntimeError: and so\n\nIn rank 1:\nTraceback ")
@@ -173,9 +168,6 @@ def test_the_ranks_die_with_their_parent(tmp_path):
         wait_for_the_end(process)
     for folder in tmp_path.glob("ranks-*"):  # nobody is left who could remove it
         shutil.rmtree(folder)
-
-
-# ---- the time limit ------------------------------------------------------------------------------------------
 
 
 @pytest.fixture

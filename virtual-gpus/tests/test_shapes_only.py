@@ -123,6 +123,5 @@ def test_computing_with_it_on_the_cpu_warns_once_at_the_caller_s_line():
         net.weight + 1
         net.weight + 1
     assert len(told) == 1 and told[0].filename == __file__
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         assert made_before()(torch.ones(3, 4)).shape == (3, 2)  # no virtual GPUs are on: they are plain CPU tensors

@@ -9,13 +9,12 @@ from pathlib import Path
 import GPUtil
 import pytest
 import torch
-from measuring import empty
+from measuring import MIB, empty
 from virtual_gpus import NotModelled, active_machine, virtual_gpus
 from virtual_gpus.processes import shared_memory
 from virtual_gpus.processes.shared_memory import FOLDER
 from virtual_gpus.testing import run_ranks
 
-MIB = 2**20
 FORK, SPAWN = multiprocessing.get_context("fork"), multiprocessing.get_context("spawn")
 
 

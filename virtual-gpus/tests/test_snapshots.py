@@ -13,13 +13,13 @@ import pytest
 import torch
 import virtual_gpus as package
 from interrupts import interrupted_at, press
+from measuring import MIB, empty
 from torch import nn
 from torch.cuda import _memory_viz as viz
 from virtual_gpus import NotModelled, virtual_gpus
 from virtual_gpus.features.snapshots.calls import recorders
 from virtual_gpus.machine import active
 
-MIB = 2**20
 HERE = os.path.abspath(__file__)
 PACKAGE = os.path.dirname(os.path.abspath(package.__file__)) + os.sep
 VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])
@@ -41,10 +41,6 @@ def in_use(snapshot):
     """The blocks in use."""
     blocks = (block for segment in snapshot["segments"] for block in segment["blocks"])
     return [block for block in blocks if block["state"] == "active_allocated"]
-
-
-def empty(nbytes, device="cuda"):
-    return torch.empty(nbytes, dtype=torch.uint8, device=device)
 
 
 def places(frames):
@@ -131,7 +127,7 @@ def test_a_trace_tells_what_is_in_use_and_a_file_without_classes_feeds_text_tool
     told = viz.trace(snapshot)
     assert "cudaMalloc(" in told and "45.0MiB]" in told and "free completed for" in told
     for flamegraph in (viz.memory(snapshot, str), viz.segments(snapshot, str)):
-        assert re.search(r"active_allocated;.*test_snapshots.py:\d+:empty 47185920", flamegraph)
+        assert re.search(r"active_allocated;.*measuring.py:\d+:empty 47185920", flamegraph)
 
 
 @pytest.mark.parametrize(("taken", "given"), [("segment_alloc", "segment_free"), ("segment_map", "segment_unmap")])
@@ -211,10 +207,7 @@ def test_frames_show_the_program_and_not_how_virtual_gpus_work(shapes_only):
     assert ["forward", "_call_impl", "_wrapped_call_impl"] in [names[:3] for names in innermost]
 
 
-STACKS = [(None, 0, 0), ("state", 0, 1), ("alloc", 3, 1), ("all", 3, 1)]  # of events, of blocks in use
-
-
-@pytest.mark.parametrize(("context", "events", "blocks"), STACKS)
+@pytest.mark.parametrize("context, events, blocks", [(None, 0, 0), ("state", 0, 1), ("alloc", 3, 1), ("all", 3, 1)])
 def test_how_many_stacks_are_kept(context, events, blocks):
     memory._record_memory_history(context=context, stacks="python" if context == "all" else "all")
     x, y = torch.ones(1000, device="cuda"), torch.ones(1000, device="cuda")
@@ -228,16 +221,14 @@ def test_how_many_stacks_are_kept(context, events, blocks):
     del x
 
 
-LAST = [("alloc", 12), ("free_requested", 12), ("free_completed", 12)]
-
-
 def test_only_the_last_entries_are_kept_and_a_longer_ring_does_not_bring_back_the_others():
+    last = [("alloc", 12), ("free_requested", 12), ("free_completed", 12)]
     for context, longer in (("all", 3), (None, 100)):
         memory._record_memory_history(context=context, max_entries=3, clear_history=True)
         for n in range(1, 4):
             torch.ones(n, device="cuda")
         memory._record_memory_history(context=context, max_entries=longer)
-        assert [(e["action"], e["size"]) for e in trace()] == LAST
+        assert [(e["action"], e["size"]) for e in trace()] == last
     torch.ones(4, device="cuda")
     assert [e["action"] for e in trace()][3:] == ["snapshot", "alloc", "free_requested", "free_completed"]
     memory._record_memory_history("state", clear_history=True, max_entries=1)

@@ -214,15 +214,13 @@ def test_many_threads_switch_at_once():
     assert active_machine() is None
 
 
-PUBLIC = {"NotModelled", "RaceError", "active_machine", "block_address", "record_timeline", "record_training",
-          "renew_inherited", "transformer_flops", "virtual_gpus"}  # fmt: skip
-
-
 def test_public_names_are_frozen():
+    public = {"NotModelled", "RaceError", "active_machine", "block_address", "record_timeline", "record_training",
+              "renew_inherited", "transformer_flops", "virtual_gpus"}  # fmt: skip
     program = importlib.import_module("virtual_gpus.__main__")
     own = {name for name, value in vars(program).items() if getattr(value, "__module__", None) == program.__name__}
     assert {name for name in own if name[0] != "_"} == {"main", "parse"}
-    assert set(importlib.import_module("virtual_gpus").__all__) == PUBLIC
+    assert set(importlib.import_module("virtual_gpus").__all__) == public
     assert {name for name in vars(virtual_gpus) if name[0] != "_"} == {"start", "stop"}
 
 

@@ -31,17 +31,6 @@ def test_new_threads_and_pools_see_the_gpus_and_have_a_current_one_of_their_own(
     assert answers == [(0, False, False)] + [(0, True, True)] * 4  # all three are per thread
 
 
-NAMED = {
-    "zeros": lambda: torch.zeros(2, device="cuda:1"),
-    "zeros_like": lambda: torch.zeros_like(torch.ones(2), device="cuda:1"),
-    "tensor": lambda: torch.tensor([1.0, 2.0], device="cuda:1"),
-    "to": lambda: torch.ones(2).to("cuda:1"),
-    "cuda": lambda: torch.ones(2).cuda(1),
-    "set_device": lambda: (torch.cuda.set_device(1), torch.ones(2).cuda())[1],
-    "generator": lambda: torch.rand(2, device="cuda:1", generator=torch.Generator("cuda:1")),
-}
-
-
 def test_a_thread_begins_on_the_default_stream_also_with_the_number_of_one_that_has_ended():
     seen = []
 
@@ -58,7 +47,16 @@ def test_a_thread_begins_on_the_default_stream_also_with_the_number_of_one_that_
 
 
 def test_an_old_thread_joins_when_it_first_names_a_gpu_and_one_of_a_pool_for_every_call():
-    for name, make in NAMED.items():
+    makers = {
+        "zeros": lambda: torch.zeros(2, device="cuda:1"),
+        "zeros_like": lambda: torch.zeros_like(torch.ones(2), device="cuda:1"),
+        "tensor": lambda: torch.tensor([1.0, 2.0], device="cuda:1"),
+        "to": lambda: torch.ones(2).to("cuda:1"),
+        "cuda": lambda: torch.ones(2).cuda(1),
+        "set_device": lambda: (torch.cuda.set_device(1), torch.ones(2).cuda())[1],
+        "generator": lambda: torch.rand(2, device="cuda:1", generator=torch.Generator("cuda:1")),
+    }
+    for name, make in makers.items():
         with ThreadPool(1) as old_thread:
             old_thread.apply(torch.ones, (2,))
             for _ in range(2):  # C++ asks for its start-up once per process: the second time must work as well

@@ -20,15 +20,12 @@ from virtual_gpus import active_machine, record_timeline, virtual_gpus
 from virtual_gpus.memory_model import round_size
 from virtual_gpus.testing import RankError, run_ranks
 
-
 @virtual_gpus(2, memory="1 GiB")
 def on_two(count: int) -> torch.Tensor:
     return torch.ones(count, device="cuda:1")
 
-
 def rank_plus(rank: int, number: float) -> float:
     return rank + number
-
 
 with virtual_gpus(4, kind="A100", shapes_only=True) as gpus:
     first: torch.device = gpus[0]
