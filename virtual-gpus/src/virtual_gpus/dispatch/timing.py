@@ -35,7 +35,6 @@ _form, _is_trained = attrgetter("shape", "dtype"), attrgetter("requires_grad")
 _stride, _elements, _itemsize = _Tensor.stride, _Tensor.numel, _Tensor.element_size
 _PLAIN = frozenset((bool, int, float, str, type(None)))
 _MOST = 65536  # times that are kept
-_NO_MORE: _More = (), (), ""
 
 
 @dataclass(frozen=True, slots=True)  # and no tuple: a warm operator reads its attributes faster
@@ -57,8 +56,11 @@ def charge_op(call: OpCall, result: Any) -> None:
         machine.clock.spend(machine.clock.host.view, gpu.slot)
         return
     try:
-        made = _form(result) if type(result) is _Tensor else tuple(map(_form, tensors_in(result) or _filled(call)))
-        key = gpu.spec.kind, op, _more(call) if op.wants_more else _NO_MORE, made, *map(_form, tensors)
+        if type(result) is _Tensor:
+            made = None if op.in_place and result is tensors[0] else _form(result)
+        else:
+            made = tuple(map(_form, tensors_in(result) or _filled(call)))
+        key = gpu.spec.kind, op, _more(call) if op.wants_more else None, made, *map(_form, tensors)
     except RuntimeError:
         if any(part.is_nested or torch.nn.parameter.is_lazy(part) for part in (*tensors, *tensors_in(result))):
             return  # neither has a shape: they take no modelled time
@@ -208,9 +210,11 @@ def _fact(value: Any) -> Any:
     return tuple(map(_fact, value)) if isinstance(value, (list, tuple)) else isinstance(value, _Tensor) or value
 
 
-def _operands(call: OpCall, made: TensorList, more: _More) -> tuple[Operands, Operands, tuple[Any, ...], list[_Dtype]]:
+def _operands(
+    call: OpCall, made: TensorList, more: _More | None
+) -> tuple[Operands, Operands, tuple[Any, ...], list[_Dtype]]:
     """What `_find` takes of an operator that made, or wrote on, `made`: no more than it is kept by."""
-    op, (strides, arguments, _) = call.op, more
+    op, (strides, arguments, _) = call.op, more or ((), (), "")
     outputs, inputs = (tuple(Operand(tuple(t.shape), t.itemsize) for t in tensors) for tensors in (made, call.tensors))
     if strides:
         inputs = tuple(part._replace(strides=at) for part, at in zip(inputs, strides, strict=True))
