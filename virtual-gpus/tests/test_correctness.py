@@ -13,8 +13,8 @@ from benchmarks.reference.networks import GPT, Recurrent, TokenEncoder
 from measuring import draw, function, same
 from torch import nn
 from torch.nn.utils import rnn
-from virtual_gpus import operators, virtual_gpus
-from virtual_gpus.dispatch import half_precision
+from virtual_gpus import virtual_gpus
+from virtual_gpus.dispatch import half_precision, operators
 from virtual_gpus.features.attention import values
 from virtual_gpus.features.rnn import recurrent_call
 
