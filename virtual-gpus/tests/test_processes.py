@@ -246,6 +246,9 @@ def test_synchronized_half_types_are_added_up_in_float32():
         assert normal.dtype == torch.bfloat16 and normal.float().mean().abs().item() < 1e-2
         torch.testing.assert_close(mean.cpu(), x.bfloat16().float().mean((0, 2, 3)))
         assert torch.cuda.memory_allocated() == 2 * (64 * 3 * 25 * 2 // 512 + 1) * 512 + 2 * 512
+        given = torch.empty(0, device="cuda", dtype=torch.bfloat16)
+        assert torch.batch_norm_elemt(on_gpu, None, None, mean, invstd, 1e-5, out=given) is given
+        assert torch.equal(given, normal)
 
 
 def test_every_way_to_ask_for_a_backend(monkeypatch, capfd):

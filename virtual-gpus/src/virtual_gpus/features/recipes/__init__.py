@@ -36,8 +36,6 @@ from virtual_gpus.dispatch.operators import OpCall
 
 def not_deterministic(kernel: str, only_if: Callable[[OpCall], bool] = lambda call: True) -> Callable[[OpCall], None]:
     """A `check` that raises or warns, under `torch.use_deterministic_algorithms(True)`, if `only_if` is true.
-
     kernel: its name in CUDA's message. Source: the calls of `alertNotDeterministic` in aten/src/ATen/native/cuda, as
-    they are in the CUDA libraries of 2.11 to 2.15. What the CPU's kernel refuses itself is not repeated.
-    """
+    they are in the CUDA libraries of 2.11 to 2.15. What the CPU's kernel refuses itself is not repeated."""
     return lambda call: alert_not_deterministic(kernel) if only_if(call) else None

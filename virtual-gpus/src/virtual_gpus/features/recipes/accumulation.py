@@ -1,10 +1,8 @@
-"""Additions that PyTorch's C++ does in place, unless a dispatch mode is on, as it is here.
-
-Where two paths of a network join, autograd's engine adds the second gradient onto the first, unless that one has
-another holder (torch/csrc/autograd/input_buffer.cpp). And `linear` adds its bias onto the product, where it cannot do
-both at once (aten/src/ATen/native/Linear.cpp). With a mode on, both make a new tensor. Such a sum takes the block of
-its first term over, so that memory is as without a mode.
-"""
+"""Additions that PyTorch's C++ does in place, unless a dispatch mode is on, as it is here. Where two paths of a network
+join, autograd's engine adds the second gradient onto the first, unless that one has another holder
+(torch/csrc/autograd/input_buffer.cpp). And `linear` adds its bias onto the product, where it cannot do both at once
+(aten/src/ATen/native/Linear.cpp). With a mode on, both make a new tensor. Such a sum takes the block of its first term
+over, so that memory is as without a mode."""
 
 from __future__ import annotations
 
@@ -30,13 +28,11 @@ _product: OfEachThread[tuple[Callable[[], Any], Site | None]] = OfEachThread((la
 
 
 def _is_lent(call: OpCall) -> bool:
-    """True if C++ holds the first argument of a call, and Python does only in the call.
-
-    C++ keeps one reference to the Python object of a tensor that it holds (c10/util/intrusive_ptr.h). It takes a
-    gradient as its own if that reference is the only one (is_tensor_stealable in torch/csrc/autograd/variable.h). The
-    call has another one, in its `tensors`. How many more Python counts on the way depends on its version: both terms
-    have them. Callers may have no name for the tensor itself.
-    """
+    """True if C++ holds the first argument of a call, and Python does only in the call. C++ keeps one reference to the
+    Python object of a tensor that it holds (c10/util/intrusive_ptr.h). It takes a gradient as its own if that reference
+    is the only one (is_tensor_stealable in torch/csrc/autograd/variable.h). The call has another one, in its `tensors`.
+    How many more Python counts on the way depends on its version: both terms have them. Callers may have no name for
+    the tensor itself."""
     return sys.getrefcount(call.args[0]) - sys.getrefcount(_FRESH[0]) == 2
 
 

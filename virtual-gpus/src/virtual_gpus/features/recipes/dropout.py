@@ -1,8 +1,6 @@
-"""Dropout on CUDA (aten/src/ATen/native/Dropout.cpp, is_fused_kernel_acceptable; cuda/Dropout.cu).
-
-On a CPU PyTorch multiplies by a mask of floats. On CUDA it calls `native_dropout`, whose mask is of bools: a quarter of
-the size, and made before the result.
-"""
+"""Dropout on CUDA (aten/src/ATen/native/Dropout.cpp, is_fused_kernel_acceptable; cuda/Dropout.cu). On a CPU PyTorch
+multiplies by a mask of floats. On CUDA it calls `native_dropout`, whose mask is of bools: a quarter of the size, and
+made before the result."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
-"""Losses on CUDA: memory, time and what is refused of each (aten/src/ATen/native/Loss.cpp, Activation.cpp).
-
-`mse_loss` and `smooth_l1_loss` reduce into the storage that was made for the loss of every element: the scalar keeps
-all of it alive. Their meta kernels make a small one, so with shapes only the size must be put right.
-"""
+"""Losses on CUDA: memory, time and what is refused of each (aten/src/ATen/native/Loss.cpp, Activation.cpp). `mse_loss`
+and `smooth_l1_loss` reduce into the storage that was made for the loss of every element: the scalar keeps all of it
+alive. Their meta kernels make a small one, so with shapes only the size must be put right."""
 
 from __future__ import annotations
 

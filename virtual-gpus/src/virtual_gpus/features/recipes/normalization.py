@@ -1,10 +1,8 @@
-"""Temporaries of normalization layers on CUDA, and how long some of them take.
-
-Layer norm adds up the gradients of its parameters in two steps when there are very many rows (layer_norm_kernel.cu in
-aten/src/ATen/native/cuda). Group norm keeps a scale and a shift per channel (group_norm_kernel.cu). Batch norm over
-channels that lie together, (N, C) or channels_last, adds up partial sums in GPU memory (Normalization.cuh); cuDNN's,
-for (N, C, H, W), needs nothing beyond a packed gradient.
-"""
+"""Temporaries of normalization layers on CUDA, and how long some of them take. Layer norm adds up the gradients of its
+parameters in two steps when there are very many rows (layer_norm_kernel.cu in aten/src/ATen/native/cuda). Group norm
+keeps a scale and a shift per channel (group_norm_kernel.cu). Batch norm over channels that lie together, (N, C) or
+channels_last, adds up partial sums in GPU memory (Normalization.cuh); cuDNN's, for (N, C, H, W), needs nothing beyond a
+packed gradient."""
 
 from __future__ import annotations
 

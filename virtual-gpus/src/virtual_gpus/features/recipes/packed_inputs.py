@@ -1,10 +1,7 @@
-"""CUDA kernels that want packed inputs: others are copied first, and the copy lives as long as the kernel.
-
-The CPU's kernels copy as well, but not always the same inputs, and on no GPU. Most often it is a gradient that was
-expanded from one number, as after `loss.sum()`. Sources: the `contiguous` and `expect_contiguous` calls of
-aten/src/ATen/native/cuda (SoftMax.cu, layer_norm_kernel.cu, group_norm_kernel.cu, DilatedMaxPool2d.cu, ...) and of
-aten/src/ATen/native/cudnn/BatchNorm.cpp.
-"""
+"""CUDA kernels that want packed inputs: others are copied first, and the copy lives as long as the kernel. The CPU's
+kernels copy as well, but not always the same inputs, and on no GPU. Most often it is a gradient that was expanded from
+one number, as after `loss.sum()`. Sources: `contiguous` and `expect_contiguous` in aten/src/ATen/native/cuda
+(SoftMax.cu, layer_norm_kernel.cu, group_norm_kernel.cu, DilatedMaxPool2d.cu, ...) and cudnn/BatchNorm.cpp."""
 
 from __future__ import annotations
 

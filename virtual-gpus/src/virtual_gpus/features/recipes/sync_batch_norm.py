@@ -1,12 +1,12 @@
-"""The operators of `torch.nn.SyncBatchNorm`, which PyTorch has for CUDA only.
-
-The layer itself is Python (torch/nn/modules/_functions.py): each rank takes the statistics of its own samples, the
-ranks exchange them, and each normalizes with those of all. Here the operators are computed with the CPU's, in float32
-or wider, as on CUDA (aten/src/ATen/native/cuda/Normalization.cu). `mean` and `invstd` (1 / standard deviation) have one
-entry per channel, the second dimension of the input. The partial sums of CUDA's kernels are not counted.
-"""
+"""The operators of `torch.nn.SyncBatchNorm`, which PyTorch has for CUDA only. The layer itself is Python
+(torch/nn/modules/_functions.py): each rank takes the statistics of its own samples, the ranks exchange them, and each
+normalizes with those of all. Here the operators are computed with the CPU's, in float32 or wider, as on CUDA
+(aten/src/ATen/native/cuda/Normalization.cu). `mean` and `invstd` (1 / standard deviation) have one entry per channel,
+the second dimension of the input. The partial sums of CUDA's kernels are not counted."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 
@@ -29,11 +29,18 @@ def _per_channel(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     return values.view(1, -1, *[1] * (like.dim() - 2))
 
 
+def _placed(call: OpCall, *results: torch.Tensor) -> Any:
+    """The results on the GPU, in the tensors of `out=` if the call has them."""
+    pairs = zip(call.op.outputs, results, strict=False)
+    placed = tuple(call.kwargs[name].resize_(result.shape).copy_(result) for name, result in pairs) or results
+    return call.place(placed if len(placed) > 1 else placed[0])
+
+
 def stats(call: OpCall) -> tuple[torch.Tensor, torch.Tensor]:
     """Mean and invstd of this rank's samples."""
     with below():
         variance, mean = torch.var_mean(_wide(call["input"]), _others(call["input"]), correction=0)
-        return call.place((mean, torch.rsqrt(variance + call["eps"])))
+        return _placed(call, mean, torch.rsqrt(variance + call["eps"]))
 
 
 def gather_stats(call: OpCall) -> tuple[torch.Tensor, torch.Tensor]:
@@ -47,7 +54,7 @@ def gather_stats(call: OpCall) -> tuple[torch.Tensor, torch.Tensor]:
         for running, current in ((call["running_mean"], mean), (call["running_var"], unbiased)):
             if running is not None:
                 running.lerp_(current.to(running.dtype), call["momentum"])
-        return call.place((mean, torch.rsqrt(variance + call["eps"])))
+        return _placed(call, mean, torch.rsqrt(variance + call["eps"]))
 
 
 def normalize(call: OpCall) -> torch.Tensor:
@@ -60,7 +67,7 @@ def normalize(call: OpCall) -> torch.Tensor:
         if call["bias"] is not None:
             shift = shift + call["bias"]
         normalized = torch.addcmul(_per_channel(shift, x), _wide(x), _per_channel(scale, x))
-        return call.place(normalized.to(x.dtype))
+        return _placed(call, normalized.to(x.dtype))
 
 
 def backward_reduce(call: OpCall) -> tuple[torch.Tensor, ...]:
@@ -71,7 +78,7 @@ def backward_reduce(call: OpCall) -> tuple[torch.Tensor, ...]:
         sum_dy = gradient.sum(_others(x))
         sum_dy_xmu = (gradient * (_wide(x) - _per_channel(call["mean"], x))).sum(_others(x))
         of_weight = (sum_dy_xmu * call["invstd"]).to((x if call["weight"] is None else call["weight"]).dtype)
-        return call.place((sum_dy, sum_dy_xmu, of_weight, sum_dy.to(of_weight.dtype, copy=True)))
+        return _placed(call, sum_dy, sum_dy_xmu, of_weight, sum_dy.to(of_weight.dtype, copy=True))
 
 
 def backward_elemt(call: OpCall) -> torch.Tensor:
@@ -84,7 +91,7 @@ def backward_elemt(call: OpCall) -> torch.Tensor:
         of_variance = _per_channel(call["sum_dy_xmu"] / total * call["invstd"] ** 2, x)
         centred = _wide(x) - _per_channel(call["mean"], x)
         of_input = (gradient - of_mean - centred * of_variance) * _per_channel(scale, x)
-        return call.place(of_input.to(x.dtype))
+        return _placed(call, of_input.to(x.dtype))
 
 
 _NORMALIZES = moves("copied_in", lambda operation: 2 * operation.outputs[0].nbytes, is_fusible=False)
