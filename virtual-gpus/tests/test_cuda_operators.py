@@ -3,10 +3,11 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from measuring import MIB, bytes_of, peak_of, sizes_of
+from measuring import MIB, bytes_of, peak_of, recorded, same, sizes_of
 from torch import nn
 from virtual_gpus import NotModelled, record_timeline, virtual_gpus
 from virtual_gpus.features.blas import copied_bytes
+from virtual_gpus.gpus import spec
 from virtual_gpus.memory_model import reduction_scratch, round_size
 
 
@@ -32,6 +33,42 @@ def test_partial_sums_are_those_of_an_h200_s_steps_and_depend_on_the_gpu_and_the
     turned = torch.empty(2048, 384, device="meta").t()
     found = reduction_scratch(turned.shape, "H200", [-1], strides=turned.stride())
     assert found == reduction_scratch((2048, 384), "H200", [0])
+
+
+def test_partial_results_take_the_bytes_that_cuda_s_kernels_keep(gpu):
+    """`arg_t` of aten/src/ATen/native/cuda/Reduce*Kernel.cu, for as many of them as the first of the sums above has."""
+    x = torch.zeros(2048, 384, device=gpu)
+    half, double, mask = x.half(), x.double(), x > 0
+    for size, work in (
+        (1, lambda: mask.any(0)), (2, lambda: half.amin(0)), (4, lambda: x.amax(0)), (4, lambda: x.all(0)),
+        (4, lambda: half.sum(0)), (4, lambda: half.prod(0)), (8, lambda: mask.sum(0)), (8, lambda: x.aminmax(dim=0)),
+        (16, lambda: x.max(0)), (16, lambda: half.min(0)), (16, lambda: double.argmin(0)), (16, lambda: x.var(0)),
+        (32, lambda: double.std(0)),
+    ):  # fmt: skip
+        assert sizes_of(work)[-2:] == [size * 6_291_456 // 4, 512]
+    assert sizes_of(torch.zeros(1 << 22, device=gpu).max) == [512, 4 * 512, 512]  # 16 numbers for each of 512 x 512
+
+
+def test_logsumexp_takes_its_parts(gpu):
+    """The largest numbers, those of infinite ones, all differences, and only then the result (ReduceOps.cpp)."""
+    x, out = torch.randn(2048, 384, device=gpu), torch.empty(0, device=gpu)
+    rows, all_of_it = 4 * 2048, 4 * 2048 * 384
+    assert sizes_of(lambda: x.logsumexp(1)) == [rows, rows, 2048, all_of_it, rows]
+    assert peak_of(lambda: x.long().logsumexp(1))[1] == 4 * all_of_it + 2 * rows
+    assert torch.logsumexp(x, 1, out=out) is out and x[:, :0].logsumexp(1).shape == (2048,)
+    for one in (x, x + 1j * x):
+        same(one.logsumexp((0, 1), True), one.cpu().logsumexp((0, 1), True), atol=1e-5, rtol=1e-5)
+    same(out, x.cpu().logsumexp(1))
+
+
+def test_rows_that_are_added_up_are_sorted_first(gpu):
+    """Indices, sorted, and where each was (cuda/Indexing.cu); then cub's own. It takes the time of a sort."""
+    x, rows, values = torch.zeros(4096, device=gpu), torch.zeros(1 << 16, device=gpu).long(), torch.ones(1, device=gpu)
+    calls = [lambda accumulate=accumulate: x.index_put_((rows,), values, accumulate) for accumulate in (False, True)]
+    assert [sizes_of(call) for call in calls] == [[], [8 << 16] * 4 + [16 << 16]]
+    put, added = (span.end - span.start for call in calls for span in recorded(call).spans)
+    kernel = spec("H200").reached.kernel
+    assert 20 * kernel < added - put < 30 * kernel
 
 
 def test_only_matrices_that_cublas_cannot_read_are_copied():

@@ -1,9 +1,7 @@
-"""Indexing, scatters and embeddings, which look rows up: memory, time, and what is refused or waited for.
-
-In gradients indices are sorted, rows added up in two passes, all with temporaries. Embedding (Embedding.cu and
+"""Indexing, scatters and embeddings, which look rows up: memory, time, and what is refused or waited for. In gradients
+indices are sorted, rows added up in two passes, all with temporaries. Embedding (Embedding.cu and
 EmbeddingBackwardKernel.cu in aten/src/ATen/native/cuda): up to 3,072 indices take one kernel without temporaries. The
-sizes give the H200's figures to the byte.
-"""
+sizes give the H200's figures to the byte."""
 
 from __future__ import annotations
 
@@ -54,9 +52,7 @@ def _sort(call: OpCall, count: int, size: int) -> None:
 
 def index_put(call: OpCall) -> torch.Tensor:
     """x[i] += ... with repeated indices sorts them. In a backward pass CUDA writes into the zeros that it is given.
-
-    PyTorch's formula copies them only because a dispatch mode is on: the result takes their block over.
-    """
+    PyTorch's formula copies them only because a dispatch mode is on: the result takes their block over."""
     if not call["accumulate"]:
         return call.run()
     count = max((index.numel() for index in call["indices"] if index is not None), default=0)
@@ -68,9 +64,7 @@ def index_put(call: OpCall) -> torch.Tensor:
 
 def make_indices(call: OpCall) -> None:
     """Send integers of the CPU, and put for a mask the places that it names (expandTensors): the host waits for both.
-
-    It stays where one number of the CPU goes to all of them (canDispatchToMaskedFill in TensorAdvancedIndexing.cpp).
-    """
+    It stays where one number of the CPU goes to all of them (canDispatchToMaskedFill in TensorAdvancedIndexing.cpp)."""
     tensor, given, *others = call.args
     fills = bool(others) and others[0].numel() == 1 and gpu_of(others[0]) is None
     indices: list[torch.Tensor | None] = []
@@ -160,6 +154,12 @@ def _put_bytes(operation: Operation) -> int:
     return bytes_of((*indices, values)) + named * target.itemsize * (1 + operation.arguments["accumulate"])
 
 
+def _put_cost(operation: Operation) -> Cost:
+    """What is added up is sorted first: indices, and where each was."""
+    parts = [_WRITES_NAMED.cost(operation), *[_SORTS.cost(operation)] * operation.arguments["accumulate"]]
+    return Cost(sum(part.seconds for part in parts), sum(part.kernels for part in parts))
+
+
 def _scattered_bytes(operation: Operation) -> int:
     """One by one, by the indices, perhaps from a source and what was there."""
     target, index, *source = operation.inputs
@@ -177,15 +177,19 @@ _TAKES = moves("rows_taken", lambda operation: 2 * bytes_of(operation.outputs)) 
 _BAGS = moves("rows_taken", lambda operation: _named_bytes(operation) + operation.nbytes - operation.inputs[0].nbytes)
 _ADDS = _writes(lambda operation: 3 * operation.inputs[-1].nbytes)  # only the named rows
 _COPIES = _writes(lambda operation: 2 * operation.inputs[-1].nbytes)
-_PUTS, _FILLS = _writes(_put_bytes, "indices", "accumulate"), _writes(_named_bytes, "dim")
+_WRITES_NAMED, _FILLS = _writes(_put_bytes, "indices", "accumulate"), _writes(_named_bytes, "dim")
+_SORTS = moves("sort", lambda operation: 32 * max((prod(part.shape) for part in operation.inputs[1:-1]), default=0))
+_PUTS = _WRITES_NAMED._replace(cost=_put_cost)
 _SCATTERS = _writes(_scattered_bytes, "reduce", "accumulate")
 _ZEROS_AND_VALUES = moves("zeros_and_values", lambda operation: operation.nbytes + bytes_of(operation.inputs))
+_OF_BAGS = not_deterministic("embedding_bag_backward_cuda_max", lambda call: call["mode"] == _MAX)
+_OF_PRODUCTS = not_deterministic("scatter_reduce_cuda_kernel", _multiplies)
+_OF_REDUCED = not_deterministic("scatter_reduce_cuda_prod_", lambda call: call["reduce"] == "prod")
 _row = functools.partial(Row, READS_AND_WRITES)
 _indexed = functools.partial(Row, check=make_indices, on_host={"indices"}, mixture=indices_elsewhere)
 OPERATORS = {
     **dict.fromkeys(("index", "_unsafe_index"), _indexed(_TAKES)),
-    **dict.fromkeys(("index_put_", "_unsafe_index_put"), _indexed(_PUTS)),
-    **dict.fromkeys(("index_put", "_index_put_impl_"), _indexed(_PUTS, index_put)),
+    **dict.fromkeys(("index_put", "index_put_", "_index_put_impl_", "_unsafe_index_put"), _indexed(_PUTS, index_put)),
     "masked_select": Row(CHARGED_ELSEWHERE, masked_select),
     "index_fill": Row(_FILLS),
     "index_fill_": Row(_FILLS, on_host={"index"}),  # x[i] = 5, where C++ sees CPU tensors; on CUDA it is index_put_
@@ -198,20 +202,12 @@ OPERATORS = {
     **dict.fromkeys(("index_add", "index_add_", "scatter_add", "scatter_add_"), Row(_ADDS)),
     **dict.fromkeys(("select_backward", "slice_backward"), Row(_ZEROS_AND_VALUES)),
     **dict.fromkeys(("masked_fill", "masked_fill_"), _row(mixture=mask_elsewhere)),
-    **dict.fromkeys(
-        ("_embedding_bag_backward", "_embedding_bag_dense_backward"),
-        _row(check=not_deterministic("embedding_bag_backward_cuda_max", lambda call: call["mode"] == _MAX)),
-    ),
+    **dict.fromkeys(("_embedding_bag_backward", "_embedding_bag_dense_backward"), _row(check=_OF_BAGS)),
     **dict.fromkeys(("index_reduce", "index_reduce_"), Row(_ADDS, check=not_deterministic("index_reduce_cuda"))),
     # The CPU's kernel refuses the other calls of `put_` itself.
     **dict.fromkeys(("put", "put_"), Row(_SCATTERS, check=not_deterministic("put_", lambda call: call["accumulate"]))),
-    **dict.fromkeys(
-        ("scatter", "scatter_"), Row(_SCATTERS, check=not_deterministic("scatter_reduce_cuda_kernel", _multiplies))
-    ),
-    **dict.fromkeys(
-        ("scatter_reduce", "scatter_reduce_"),
-        Row(_SCATTERS, check=not_deterministic("scatter_reduce_cuda_prod_", lambda call: call["reduce"] == "prod")),
-    ),
+    **dict.fromkeys(("scatter", "scatter_"), Row(_SCATTERS, check=_OF_PRODUCTS)),
+    **dict.fromkeys(("scatter_reduce", "scatter_reduce_"), Row(_SCATTERS, check=_OF_REDUCED)),
 }
 
 

@@ -1,7 +1,5 @@
 """Reductions over many elements, softmax, counts and sorts: temporary buffers in GPU memory, time, what is refused.
-
-Sources: `memory_model.reduction_scratch`; in aten/src/ATen/native, cuda/SoftMax.cu, and for casts ReduceOpsUtils.h.
-"""
+Sources: `memory_model.reduction_scratch`; in aten/src/ATen/native, cuda/SoftMax.cu, and for casts ReduceOpsUtils.h."""
 
 from __future__ import annotations
 
@@ -37,14 +35,28 @@ def after_cast(call: OpCall) -> torch.Tensor:
     return result
 
 
-def reduction(call: OpCall, partial_bytes: int = 0) -> torch.Tensor | tuple[torch.Tensor, ...]:
-    """`sum` and its like: a number per partial result. 16 bytes are a number and its index, as `argmax` has them."""
-    result, dim = call.run() if partial_bytes else after_cast(call), call["dim"] if "dim" in call.op.names else None
-    tensor, dtype = call.tensors[0], call.tensors[0].dtype
-    # Sums are kept in float for half types, in the widest integer type for integers.
-    sums = max(4 << dtype.is_complex, dtype.itemsize) if dtype.is_floating_point or dtype.is_complex else 8
-    take_buffers(call, tensor, (dim,) if isinstance(dim, int) else dim, partial_bytes or sums)
+def reduction(call: OpCall, numbers: int = 0, least: int = 0) -> torch.Tensor | tuple[torch.Tensor, ...]:
+    """`sum` and its like. numbers: of the tensor's type, in a partial result (`arg_t` of cuda/Reduce*Kernel.cu); 0 for
+    a sum, which is in float for half types. least: bytes of one. A number and its index have 16, as for `argmax`."""
+    result, dim = call.run() if numbers else after_cast(call), call["dim"] if "dim" in call.op.names else None
+    tensor, indexed = call.tensors[0], dim is not None and call.op.base in ("max", "min")
+    size = tensor.itemsize * (numbers or 1 + (tensor.dtype.to_real() in (torch.float16, torch.bfloat16)))
+    take_buffers(call, tensor, (dim,) if isinstance(dim, int) else dim, max(size, 16 * indexed, least))
     return result
+
+
+def logsumexp(call: OpCall) -> torch.Tensor:
+    """By its parts (ReduceOps.cpp), of which one is as large as the tensor."""
+    tensor, dims, keepdim = call["self"], call["dim"], call["keepdim"]
+    if not tensor.numel():
+        return call.run()
+    with seen():
+        if not (tensor.is_floating_point() or tensor.is_complex()):
+            tensor = tensor.to(torch.get_default_dtype())
+        largest = torch.amax(tensor.real if tensor.is_complex() else tensor, dims, True)
+        added = largest if keepdim else largest.squeeze(tuple(dims))
+        added.masked_fill_(added.abs() == torch.inf, 0)
+        return torch.sum((tensor - largest).exp_(), dims, keepdim, **call.kwargs).log_().add_(added)
 
 
 def compared(elements: Callable[..., torch.Tensor], call: OpCall) -> bool:
@@ -75,8 +87,6 @@ def _reduction_cost(operation: Operation) -> Cost:
 
 
 _SCANS = ("cumsum", "cumprod")
-_NUMBERS = ("sum", "mean", "nansum", "prod", "amax", "amin", "linalg_vector_norm", "norm")
-_PAIRS = ("argmax", "argmin", "var", "std", "var_mean", "std_mean")
 _packed = partial(packed, copy_of=channels_first_copy)
 _MEDIAN = not_deterministic("median CUDA with indices output", lambda call: len(call.func._schema.returns) == 2)
 _BINCOUNT = not_deterministic("_bincount_cuda", lambda call: call["weights"] is not None)
@@ -84,9 +94,13 @@ _HISTC = not_deterministic("_histc_cuda with floating point input", lambda call:
 _BACKWARD = ("_softmax_backward_data", "_log_softmax_backward_data")
 _REDUCES, _SORTS = OperatorClass(_reduction_cost), moves("sort")
 OPERATORS = {
-    **dict.fromkeys(_NUMBERS, Row(_REDUCES, reduction)),
-    **dict.fromkeys(_PAIRS, Row(_REDUCES, partial(reduction, partial_bytes=16))),
-    **dict.fromkeys(("max", "min", "all", "any"), Row(_REDUCES)),
+    **dict.fromkeys(("sum", "mean", "nansum", "prod", "linalg_vector_norm", "norm"), Row(_REDUCES, reduction)),
+    **dict.fromkeys(("amax", "amin", "max", "min", "all", "any"), Row(_REDUCES, partial(reduction, numbers=1))),
+    **dict.fromkeys(("argmax", "argmin"), Row(_REDUCES, partial(reduction, numbers=1, least=16))),
+    # Welford's mean, squares and twice the count, and the smallest number beside the largest.
+    **dict.fromkeys(("var", "std", "var_mean", "std_mean"), Row(_REDUCES, partial(reduction, numbers=4, least=16))),
+    "aminmax": Row(READS_AND_WRITES, partial(reduction, numbers=2)),
+    "logsumexp": Row(CHARGED_ELSEWHERE, logsumexp),
     **dict.fromkeys(("_softmax", "_log_softmax"), Row(moves("softmax"), _packed("self"))),
     **dict.fromkeys(_BACKWARD, Row(moves("softmax_backward"), _packed("grad_output", "output"))),
     **dict.fromkeys(("sort", "argsort", "topk", "_unique2", "unique_dim", "randperm"), Row(_SORTS)),
