@@ -21,15 +21,18 @@ from virtual_gpus.threads import below, seen
 def take_buffers(call: OpCall, tensor: torch.Tensor, dims: Sequence[int] | None, partial_bytes: int) -> None:
     """Take and give back what reducing `tensor` on the call's GPU needs, after the result was placed."""
     sizes = reduction_scratch(tensor.shape, call.gpu.spec, dims, strides=tensor.stride(), partial_bytes=partial_bytes)
-    with call.scratch(*filter(None, sizes)):
-        pass
+    if any(sizes):  # of few numbers there are none
+        with call.scratch(*filter(None, sizes)):
+            pass
 
 
 def after_cast(call: OpCall) -> torch.Tensor:
     """The result, then what is added up, in its type: a copy, but for fp32 of halves (ReduceOps{.cpp,Utils.h})."""
     result, tensor = call.run(), call.tensors[0]
+    if result.dtype == tensor.dtype:
+        return result
     half, dtype = tensor.dtype in (torch.float16, torch.bfloat16) and call.op.base not in _SCANS, result.dtype
-    if dtype not in (tensor.dtype, tensor.dtype.to_real(), torch.float32 if half else None):
+    if dtype not in (tensor.dtype.to_real(), torch.float32 if half else None):
         with seen():
             call.tensors[0] = torch.ops.aten._to_copy.default(tensor, dtype=dtype)
     return result
