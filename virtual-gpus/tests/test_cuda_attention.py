@@ -10,8 +10,9 @@ from measuring import bytes_of, events_of, with_and_without_numbers
 from pairwise import pairwise, title
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from virtual_gpus import virtual_gpus
-from virtual_gpus.features.attention.choice import CUDNN, EFFICIENT, FLASH, MATH, AttentionCall, choose, order
-from virtual_gpus.features.attention.kernels import _best_split
+from virtual_gpus.features.attention.kernels import AttentionCall, Cudnn, Efficient, Flash, _best_split
+from virtual_gpus.features.attention.sdpa import Formula, choose, order
+from virtual_gpus.gpus import spec
 from virtual_gpus.settings import INSTALLED
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
@@ -116,44 +117,44 @@ def test_dropout_drops_the_same_weights_forward_and_backward(backend):
         torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
 
 
-H200, A100, T4, V100, K80 = (9, 0), (8, 0), (7, 5), (7, 0), (3, 7)
+H200, A100, T4, V100, K80 = map(spec, ("H200", "A100", "T4", "V100", "K80"))
 BASE = {"shape": (2, 4, 16, 64), "dtype": FP32}
 CHOICES = [
-    (H200, {}, EFFICIENT),
-    (K80, {}, MATH),
-    (H200, {"dtype": BF16}, CUDNN),
-    (V100, {"dtype": FP16}, EFFICIENT),
-    (T4, {"dtype": BF16}, MATH),
-    (H200, {"shape": (2, 4, 16, 30)}, MATH),
-    (T4, {"shape": (2, 4, 16, 30)}, EFFICIENT),
-    (V100, {"shape": (2, 4, 16, 30), "dtype": FP16}, MATH),
-    (H200, {"shape": (2, 4, 16, 60), "dtype": BF16}, FLASH),
-    (H200, {"shape": (2, 4, 16, 192), "dtype": BF16}, FLASH),
-    (H200, {"shape": (2, 4, 16, 192), "dtype": BF16, "value_width": 128}, CUDNN),
-    (H200, {"shape": (2, 4, 16, 264), "dtype": BF16}, EFFICIENT),
-    (H200, {"dtype": BF16, "mask": (16, 16)}, CUDNN),
-    (A100, {"dtype": BF16, "mask": (16, 16)}, EFFICIENT),
-    (A100, {"dtype": FP16, "columns": 17}, FLASH),
-    (H200, {"dtype": BF16, "mask": (16, 16), "learnt": True}, EFFICIENT),
-    (H200, {"dtype": BF16, "mask": (4, 16, 16)}, EFFICIENT),
-    (H200, {"dtype": BF16, "dropout": 0.125}, CUDNN),
-    (H200, {"dtype": BF16, "dropout": 0.1}, FLASH if INSTALLED >= (2, 12) else CUDNN),
-    (A100, {"dtype": BF16, "causal": True, "columns": 32}, EFFICIENT),
-    (H200, {"dtype": BF16, "causal": True, "columns": 32}, CUDNN),
-    (H200, {"dtype": BF16, "columns": 1}, FLASH),
-    (H200, {"columns": 0}, MATH),
-    (H200, {"dtype": BF16, "kv_heads": 2, "gqa": True}, CUDNN),
-    (A100, {"dtype": BF16, "kv_heads": 2, "gqa": True}, FLASH),
-    (H200, {"kv_heads": 2, "gqa": True}, EFFICIENT if INSTALLED >= (2, 14) else MATH),
-    (H200, {"kv_heads": 1}, EFFICIENT if INSTALLED >= (2, 14) else MATH),
-    (H200, {"three": True}, MATH),
-    (H200, {"strided": True}, MATH),
-    (H200, {"shifted": True}, MATH if INSTALLED >= (2, 13) else EFFICIENT),
-    (T4, {"shifted": True}, EFFICIENT),
+    (H200, {}, Efficient),
+    (K80, {}, Formula),
+    (H200, {"dtype": BF16}, Cudnn),
+    (V100, {"dtype": FP16}, Efficient),
+    (T4, {"dtype": BF16}, Formula),
+    (H200, {"shape": (2, 4, 16, 30)}, Formula),
+    (T4, {"shape": (2, 4, 16, 30)}, Efficient),
+    (V100, {"shape": (2, 4, 16, 30), "dtype": FP16}, Formula),
+    (H200, {"shape": (2, 4, 16, 60), "dtype": BF16}, Flash),
+    (H200, {"shape": (2, 4, 16, 192), "dtype": BF16}, Flash),
+    (H200, {"shape": (2, 4, 16, 192), "dtype": BF16, "value_width": 128}, Cudnn),
+    (H200, {"shape": (2, 4, 16, 264), "dtype": BF16}, Efficient),
+    (H200, {"dtype": BF16, "mask": (16, 16)}, Cudnn),
+    (A100, {"dtype": BF16, "mask": (16, 16)}, Efficient),
+    (A100, {"dtype": FP16, "columns": 17}, Flash),
+    (H200, {"dtype": BF16, "mask": (16, 16), "learnt": True}, Efficient),
+    (H200, {"dtype": BF16, "mask": (4, 16, 16)}, Efficient),
+    (H200, {"dtype": BF16, "dropout": 0.125}, Cudnn),
+    (H200, {"dtype": BF16, "dropout": 0.1}, Flash if INSTALLED >= (2, 12) else Cudnn),
+    (A100, {"dtype": BF16, "causal": True, "columns": 32}, Efficient),
+    (H200, {"dtype": BF16, "causal": True, "columns": 32}, Cudnn),
+    (H200, {"dtype": BF16, "columns": 1}, Flash),
+    (H200, {"columns": 0}, Formula),
+    (H200, {"dtype": BF16, "kv_heads": 2, "gqa": True}, Cudnn),
+    (A100, {"dtype": BF16, "kv_heads": 2, "gqa": True}, Flash),
+    (H200, {"kv_heads": 2, "gqa": True}, Efficient if INSTALLED >= (2, 14) else Formula),
+    (H200, {"kv_heads": 1}, Efficient if INSTALLED >= (2, 14) else Formula),
+    (H200, {"three": True}, Formula),
+    (H200, {"strided": True}, Formula),
+    (H200, {"shifted": True}, Formula if INSTALLED >= (2, 13) else Efficient),
+    (T4, {"shifted": True}, Efficient),
 ]
 
 
-def _asked(capability, shape, dtype, mask=None, learnt=False, dropout=0.0, causal=False, gqa=False, three=False,
+def _asked(gpu, shape, dtype, mask=None, learnt=False, dropout=0.0, causal=False, gqa=False, three=False,
            strided=False, shifted=False, columns=None, **sizes):  # fmt: skip
     query, key, value = parts(shape, "cpu", dtype, **sizes)
     if columns is not None:
@@ -165,31 +166,29 @@ def _asked(capability, shape, dtype, mask=None, learnt=False, dropout=0.0, causa
     if shifted:
         query = torch.zeros(query.numel() + 1)[1:].view(query.shape)
     mask = None if mask is None else torch.zeros(mask, dtype=dtype, requires_grad=learnt)
-    return AttentionCall(query, key, value, mask, dropout, causal, gqa, capability)
+    return AttentionCall(query, key, value, mask, dropout, causal, gqa, gpu)
 
 
-@pytest.mark.parametrize(("capability", "changes", "kernel"), CHOICES)
-def test_choice_of_kernel(capability, changes, kernel):
-    assert choose(_asked(capability, **{**BASE, **changes})) == kernel
+@pytest.mark.parametrize(("gpu", "changes", "kernel"), CHOICES)
+def test_choice_of_kernel(gpu, changes, kernel):
+    assert choose(_asked(gpu, **{**BASE, **changes})) == kernel
 
 
 def test_switches_and_priorities(monkeypatch):
     half = _asked(H200, **{**BASE, "dtype": BF16})
-    with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]):
-        assert choose(half) == FLASH
-    with sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION], set_priority=True):
-        assert choose(half) == EFFICIENT
-    with sdpa_kernel(SDPBackend.MATH):
-        assert choose(half) == MATH
-    assert order(A100)[0] == FLASH
+    (flash, *others), math = FUSED, SDPBackend.MATH
+    for on, first, kernel in (([flash, math], False, Flash), (others, True, Efficient), (math, False, Formula)):
+        with sdpa_kernel(on, set_priority=first):
+            assert choose(half) == kernel
+    assert order(A100)[0] == SDPBackend.FLASH_ATTENTION
     try:
-        for strict, warn_only, kernel in ((True, False, FLASH), (True, True, CUDNN), (False, False, CUDNN)):
+        for strict, warn_only, kernel in ((True, False, Flash), (True, True, Cudnn), (False, False, Cudnn)):
             torch.use_deterministic_algorithms(strict, warn_only=warn_only)
             assert choose(half) == kernel
     finally:
         torch.use_deterministic_algorithms(False)
     monkeypatch.setenv("TORCH_CUDNN_SDPA_DEPRIORITIZED", "1")
-    assert choose(half) == FLASH
+    assert choose(half) == Flash
 
 
 MISTAKES = [

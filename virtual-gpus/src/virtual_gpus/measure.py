@@ -4,8 +4,7 @@ The program runs on virtual GPUs, which write down the operators that it needs. 
 GPU of this computer, and FILE has them all (`help("virtual_gpus.clock.measured")`). Without a real GPU, FILE has the
 operators without times. On a computer that has one, `python -m virtual_gpus.measure FILE` fills them in.
 
-The timed tensors are full of zeros, and an operator runs 20 times in a row. Recurrent networks, copies and collectives
-keep their formulas.
+The timed tensors are full of zeros, and an operator runs 20 times in a row. Copies and collectives keep their formulas.
 """
 
 from __future__ import annotations

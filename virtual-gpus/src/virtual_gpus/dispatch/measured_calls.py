@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from virtual_gpus.clock.measured import key
+
+
+class KernelCall(NamedTuple):
+    """A call that the dispatch mode does not see: what `OpCall` has for one that it sees. func: a name in `TIMED`."""
+
+    func: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
 
 
 def key_of(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:

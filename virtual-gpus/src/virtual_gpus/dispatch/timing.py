@@ -17,7 +17,7 @@ import torch
 from virtual_gpus.clock.clock import COPY_IN, COPY_OUT, TO_THE_CPU, TO_THE_GPU
 from virtual_gpus.clock.links import PINNED_START, REACHED
 from virtual_gpus.clock.work import Cost, Format, Operand, Operation
-from virtual_gpus.dispatch.measured_calls import key_of
+from virtual_gpus.dispatch.measured_calls import KernelCall, key_of
 from virtual_gpus.dispatch.operators import OpCall, Operator, cost
 from virtual_gpus.machine import VirtualGPU
 from virtual_gpus.placement.storages import allocation_of, gpu_of, tensors_in
@@ -25,7 +25,7 @@ from virtual_gpus.threads import this_thread
 
 Tensors, TensorList, Operands = Iterable[torch.Tensor], Sequence[torch.Tensor], tuple[Operand, ...]
 _Dtype, _More = torch.dtype, tuple[tuple[tuple[int, ...], ...], tuple[Any, ...], str]
-MaybeCall, Place = OpCall | None, VirtualGPU | None  # no place: the computer
+MaybeCall, Place = OpCall | KernelCall | None, VirtualGPU | None  # no place: the computer
 _PRECISION: dict[_Dtype, Format] = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float64: "fp64"}
 _kept: dict[Any, LaunchTimes] = {}
 _allows_tf32 = torch._C._get_fp32_precision_getter
@@ -103,10 +103,11 @@ def charge_kernel(
 
 
 def launch(
-    gpu: VirtualGPU, name: str, charge: Cost, reads: TensorList, trains: bool = False, writes: TensorList = ()
-) -> None:
+    gpu: VirtualGPU, name: str, charge: Cost, reads: TensorList, trains: bool = False, writes: TensorList = (),
+    call: MaybeCall = None,
+) -> None:  # fmt: skip
     """Kernels that the dispatch mode does not see. trains: if autograd notes them down, which only the caller knows."""
-    _issue(gpu, name, reads, times(gpu, charge), trains=trains or None)
+    _issue(gpu, name, reads, times(gpu, charge), call, trains=trains or None)
     gpu.machine.follower.kernel(name, reads, writes)
 
 

@@ -12,23 +12,24 @@ import math
 from collections.abc import Iterable
 
 import torch
+from torch import Tensor
 
 from virtual_gpus.arithmetic import ceil_div
 from virtual_gpus.dispatch.half_precision import slow_types
-from virtual_gpus.features.attention.choice import HALF, T
 
-Gradients = tuple[T, T, T, T | None]  # gradients of query, key, value and a bias that wants one
+HALF = (torch.float16, torch.bfloat16)
+Parts, Mask, Scale = tuple[Tensor, Tensor, Tensor], Tensor | None, float | None  # None: no mask; 1 / sqrt(width)
+Gradients = tuple[Tensor, Tensor, Tensor, Tensor | None]  # gradients of query, key, value and a bias that wants one
 _fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _fused_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
 
 class Numbers:
-    """What stays the same from forward to backward. bias: added to the scores. seed: 0-dim tensor, None: no dropout."""
+    """The computation of one call. bias: added to the scores. seed (of its methods): 0-dim tensor, None: no dropout."""
 
-    __slots__ = ("causal", "dropout", "fused", "scale")
-
-    def __init__(self, query: T, key: T, value: T, bias: T | None, dropout: float, causal: bool, scale: float | None):
-        self.dropout, self.causal, self.scale = dropout, causal, scale
+    def __init__(self, parts: Parts, bias: Mask, dropout: float, causal: bool, scale: Scale):
+        self.query, self.key, self.value = query, key, value = parts
+        self.bias, self.dropout, self.causal, self.scale = bias, dropout, causal, scale
         self.fused = not (
             dropout
             or query.shape[-1] != value.shape[-1]
@@ -36,38 +37,40 @@ class Numbers:
             or not (query.numel() and key.numel())
         )
 
-    def forward(self, query: T, key: T, value: T, bias: T | None, seed: T | None) -> tuple[T, T | None]:
+    def forward(self, seed: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """The output, and the logarithm of each row's sum (None if the CPU's kernel did not run)."""
-        key, value = for_all_heads(query, key), for_all_heads(query, value)
+        query, (key, value) = self.query, self._for_all_heads()
         if self.fused:
-            wide, bias = [_for_cpu(part) for part in (query, key, value)], _for_cpu(bias)
+            wide, bias = [_for_cpu(part) for part in (query, key, value)], _for_cpu(self.bias)
             out, lse = _fused(*wide, 0.0, self.causal, attn_mask=bias, scale=self.scale)
             return out.to(query.dtype), lse
-        added = self._bias(bias, query, key)
         parts = [
             self._weights(q, k, b, m)[0] @ _wide(v) * self._kept_scale
-            for q, k, v, b, m in zip(query, key, value, added, self._masks(query, key, seed), strict=True)
+            for q, k, v, b, m in zip(query, key, value, self._biases(), self._masks(seed), strict=True)
         ]
         shape = (*query.shape[:3], value.shape[3])
         return torch.stack(parts).to(query.dtype) if parts else query.new_empty(shape), None
 
-    def backward(self, gradient: T, query: T, key: T, value: T, bias: T | None, out: T, lse: T, seed: T) -> Gradients:
+    def backward(self, gradient: Tensor, out: Tensor, lse: Tensor, seed: Tensor) -> Gradients:
         """Gradients of query, key, value and of a bias that wants one (else None)."""
-        all_keys, all_values = for_all_heads(query, key), for_all_heads(query, value)
+        query, (key, value) = self.query, self._for_all_heads()
         if self.fused:
-            wide, bias = [_for_cpu(part) for part in (gradient, query, all_keys, all_values, out)], _for_cpu(bias)
+            wide, bias = [_for_cpu(part) for part in (gradient, query, key, value, out)], _for_cpu(self.bias)
             parts = _fused_backward(*wide, lse, 0.0, self.causal, attn_mask=bias, scale=self.scale)
             gradients: Gradients = *(part.to(query.dtype) for part in parts), None
         else:
-            gradients = self._all_samples(gradient, query, all_keys, all_values, bias, seed)
-        return gradients[0], _added_up(gradients[1], key), _added_up(gradients[2], value), gradients[3]
+            gradients = self._all_samples(gradient, key, value, seed)
+        return gradients[0], _added_up(gradients[1], self.key), _added_up(gradients[2], self.value), gradients[3]
 
-    def _all_samples(self, gradient: T, query: T, key: T, value: T, bias: T | None, seed: T) -> Gradients:
-        zeros, wanted = torch.zeros_like, bias if bias is not None and bias.requires_grad else None
+    def _for_all_heads(self) -> tuple[Tensor, Tensor]:
+        return for_all_heads(self.query, self.key), for_all_heads(self.query, self.value)
+
+    def _all_samples(self, gradient: Tensor, key: Tensor, value: Tensor, seed: Tensor) -> Gradients:
+        query, bias, zeros = self.query, self.bias, torch.zeros_like
+        wanted = bias if bias is not None and bias.requires_grad else None
         if not query.numel():
             return zeros(query), zeros(key), zeros(value), None if wanted is None else zeros(wanted)
-        added, masks = self._bias(bias, query, key), self._masks(query, key, seed)
-        one_by_one = zip(gradient, query, key, value, added, masks, strict=True)
+        one_by_one = zip(gradient, query, key, value, self._biases(), self._masks(seed), strict=True)
         *parts, of_bias = zip(*(self._sample_backward(*sample) for sample in one_by_one), strict=True)
         of_query, of_key, of_value = (torch.stack(part).to(query.dtype) for part in parts)
         return of_query, of_key, of_value, None if wanted is None else torch.stack(of_bias).to(query.dtype)
@@ -77,22 +80,23 @@ class Numbers:
         """What stays after dropout counts 1 / (1 - p) times."""
         return 1 / (1 - self.dropout) if self.dropout < 1 else 0.0
 
-    def _bias(self, bias: T | None, query: T, key: T) -> T | list[None]:
+    def _biases(self) -> Tensor | list[None]:
         """What is added to the scores of each sample: (heads or 1, rows, columns), or None."""
+        query, key, bias = self.query, self.key, self.bias
         if self.causal:
             bias = query.new_full((1, 1, query.shape[2], key.shape[2]), -math.inf).triu_(1)
         return [None] * len(query) if bias is None else bias.expand(len(query), -1, -1, -1)
 
-    def _masks(self, query: T, key: T, seed: T | None) -> Iterable[T | None]:
+    def _masks(self, seed: Tensor | None) -> Iterable[Tensor | None]:
         """Dropout's mask of each sample, True where a weight stays: 16 random bits each."""
         if seed is None or not self.dropout:
-            return [None] * len(query)
+            return [None] * len(self.query)
         generator = torch._C.Generator("cpu").manual_seed(int(seed))
-        shape = (*query.shape[1:3], key.shape[2])
+        shape = (*self.query.shape[1:3], self.key.shape[2])
         below = min(round((1 - self.dropout) * 65536) - 32768, 32767)
-        return (_bits(math.prod(shape), generator).view(shape) < below for _ in range(len(query)))
+        return (_bits(math.prod(shape), generator).view(shape) < below for _ in range(len(self.query)))
 
-    def _weights(self, query: T, key: T, bias: T | None, mask: T | None) -> tuple[T, T]:
+    def _weights(self, query: Tensor, key: Tensor, bias: Mask, mask: Mask) -> tuple[Tensor, Tensor]:
         """The weights of one sample after dropout (not yet scaled) and before."""
         query, key = _wide(query), _wide(key).transpose(-2, -1)
         scale = 1 / math.sqrt(query.shape[-1]) if self.scale is None else self.scale
@@ -102,7 +106,9 @@ class Numbers:
             weights = torch._safe_softmax(torch.baddbmm(_wide(bias).to(query.dtype), query, key, alpha=scale), -1)
         return weights if mask is None else weights * mask, weights
 
-    def _sample_backward(self, gradient: T, query: T, key: T, value: T, bias: T | None, mask: T | None) -> Gradients:
+    def _sample_backward(
+        self, gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, bias: Mask, mask: Mask
+    ) -> Gradients:
         """Gradients of one sample's query, key, value and scores."""
         left, weights = self._weights(query, key, bias, mask)
         query, key, value, gradient = map(_wide, (query, key, value, gradient))
@@ -115,28 +121,28 @@ class Numbers:
         return of_scores @ key * scale, of_scores.transpose(-2, -1) @ query * scale, left.mT @ gradient, of_scores
 
 
-def _bits(count: int, generator: torch._C.Generator) -> torch.Tensor:
+def _bits(count: int, generator: torch._C.Generator) -> Tensor:
     """`count` random integers of 16 bits; four come with each draw."""
     drawn = torch.empty(ceil_div(count, 4), dtype=torch.int64).random_(-(1 << 63), None, generator=generator)
     return drawn.view(torch.int16)[:count]
 
 
-def _wide(tensor: torch.Tensor) -> torch.Tensor:
+def _wide(tensor: Tensor) -> Tensor:
     return tensor.float() if tensor.dtype in HALF else tensor
 
 
-def _for_cpu(tensor: torch.Tensor | None) -> torch.Tensor | None:
+def _for_cpu(tensor: Tensor | None) -> Tensor | None:
     """In float32 what this CPU has no kernels for: its results are rounded once, as a GPU's are."""
     return tensor.float() if tensor is not None and tensor.dtype in slow_types() else tensor
 
 
-def for_all_heads(query: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+def for_all_heads(query: Tensor, tensor: Tensor) -> Tensor:
     """Keys or values that heads share, once per head of the query."""
     shared = query.shape[-3] // max(1, tensor.shape[-3])
     return tensor if shared <= 1 else tensor.repeat_interleave(shared, -3)
 
 
-def _added_up(gradient: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+def _added_up(gradient: Tensor, tensor: Tensor) -> Tensor:
     """The gradients of all heads that share a key, added up."""
     if gradient.shape[1] == tensor.shape[1]:
         return gradient

@@ -10,22 +10,21 @@ drops the reserve, drops it too. Where the reserve comes back as another tensor 
 
 from __future__ import annotations
 
-import functools
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from functools import partial, wraps
 from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
 from torch.overrides import handle_torch_function, has_torch_function
 
+from virtual_gpus.dispatch.measured_calls import KernelCall
+from virtual_gpus.dispatch.timing import launch
 from virtual_gpus.entrance import entrance
 from virtual_gpus.features.autocast import cast, is_eligible
-from virtual_gpus.features.rnn import weights
+from virtual_gpus.features.rnn import sizes, weights
 from virtual_gpus.features.rnn.recurrent_call import Inputs, Maybe, RecurrentCall, T, bind, check
-from virtual_gpus.features.rnn.recurrent_costs import charge_recurrent
-from virtual_gpus.features.rnn.sizes import DROPOUT_STATE, is_small, reserve_bytes, weight_offsets, workspace_bytes
 from virtual_gpus.machine import Kept, VirtualGPU, active
 from virtual_gpus.patches.table import Patch
 from virtual_gpus.placement.random_numbers import default_generator
@@ -35,6 +34,7 @@ from virtual_gpus.threads import this_thread
 
 _keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
 Maybes, Wanted, Blocks = Sequence[Maybe], tuple[bool, ...], list[StorageAllocation | None]
+_NAMES = "_cudnn_rnn", "_cudnn_rnn_backward"
 _NOT_FLAT = (
     "RNN module weights are not part of single contiguous chunk of memory, so every call copies them into one. "
     "To compact weights again call flatten_parameters()."
@@ -44,7 +44,7 @@ _NOT_FLAT = (
 def _replacement(name: str) -> Callable[..., Any]:
     raw = getattr(torch._C._VariableFunctions, name)
 
-    @functools.wraps(raw)
+    @wraps(raw)
     @entrance
     def recurrent(*args: Any, **kwargs: Any) -> Any:
         if this_thread.in_kernel or active() is None or torch._C._are_functorch_transforms_active():
@@ -96,7 +96,7 @@ def _draw_dropout_state(gpu: VirtualGPU) -> ScratchBlock:
     """cuDNN's random states, made at a GPU's first dropout and kept. Our numbers come from the GPU's generator."""
     with scratch(gpu, 8):  # the seed
         pass
-    return ScratchBlock(gpu, gpu.spec.multi_processor_count * DROPOUT_STATE)
+    return ScratchBlock(gpu, gpu.spec.multi_processor_count * sizes.DROPOUT_STATE)
 
 
 _dropout_states = Kept(_draw_dropout_state)
@@ -108,26 +108,24 @@ _dropout_states = Kept(_draw_dropout_state)
 def _forward(call: RecurrentCall, inputs: Inputs, with_graph: bool) -> tuple[tuple[T, ...], T, Maybe]:
     """((output, hy[, cy]), reserve, weight buffer if the weights were not in one). Blocks first, then the numbers."""
     gpu, net, dtype = call.gpu, call.net, inputs.input.dtype
-    with ExitStack() as temporary:
-        _contiguous(temporary, gpu, _time_first(call, inputs.input))
+    with scratch(gpu, *_copies(_time_first(call, inputs.input))):
         allocations = [StorageAllocation(gpu, shape.numel() * dtype.itemsize) for shape in call.shapes]
-        buffer = None if call.flat else weights.empty(gpu, weight_offsets(net, True)[1], dtype)
-        small = is_small(net, False, gpu.spec.capability)
-        temporary.enter_context(scratch(gpu, workspace_bytes(net, small, call.train)))
-        reserve = weights.empty(gpu, reserve_bytes(net) if call.train else 0, torch.uint8)
-        if gpu.machine.shapes_only:
-            results = call.empty_results(dtype)
-        else:
-            generator = default_generator(gpu) if call.draws else None
-            if with_graph and generator is not None:
-                call.random_state = generator.raw_state()
-            graph = call.compute(inputs, with_graph, generator)
-            results = [result for result in call.laid_out(*graph.outputs, copied=True) if result is not None]
-            if with_graph:
-                vars(reserve.untyped_storage())["_graph"] = graph
+        buffer = None if call.flat else weights.empty(gpu, sizes.weight_offsets(net, True)[1], dtype)
+        with scratch(gpu, sizes.workspace_bytes(net, sizes.is_small(net, False, gpu.spec.capability), call.train)):
+            reserve = weights.empty(gpu, sizes.reserve_bytes(net) if call.train else 0, torch.uint8)
+    if gpu.machine.shapes_only:
+        results = call.empty_results(dtype)
+    else:
+        generator = default_generator(gpu) if call.draws else None
+        if with_graph and generator is not None:
+            call.random_state = generator.raw_state()
+        graph = call.compute(inputs, with_graph, generator)
+        results = [result for result in call.laid_out(*graph.outputs, copied=True) if result is not None]
+        if with_graph:
+            vars(reserve.untyped_storage())["_graph"] = graph
     for result, allocation in zip(results, allocations, strict=True):
         put(result, allocation)
-    charge_recurrent(gpu, net, inputs[:2], with_graph, backward=False)
+    _charge(call, inputs[:2], with_graph, backward=False)
     return tuple(results), reserve, buffer
 
 
@@ -135,10 +133,9 @@ def _time_first(call: RecurrentCall, tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().transpose(0, 1) if call.batch_first else tensor
 
 
-def _contiguous(stack: ExitStack, gpu: VirtualGPU, tensor: Maybe) -> None:
-    """The copy that `tensor.contiguous()` makes, if it makes one."""
-    if tensor is not None and not tensor.is_contiguous():
-        stack.enter_context(scratch(gpu, nbytes(tensor)))
+def _copies(*tensors: Maybe) -> list[int]:
+    """Bytes of the copies that `tensor.contiguous()` makes, where it makes one."""
+    return [nbytes(tensor) for tensor in tensors if tensor is not None and not tensor.is_contiguous()]
 
 
 class CudnnRnn(torch.autograd.Function):
@@ -179,8 +176,8 @@ def _backward(call: RecurrentCall, inputs: Inputs, reserve: T, gradients: Maybes
     parts = inputs.params
     if any(wanted[3:]):
         if flat is None:
-            flat = torch.empty(weight_offsets(call.net, True)[1], dtype=parts[0].dtype, device=parts[0].device)
-        parts = weights.pieces(flat, parts, weight_offsets(call.net, call.biases)[0])
+            flat = torch.empty(sizes.weight_offsets(call.net, True)[1], dtype=parts[0].dtype, device=parts[0].device)
+        parts = weights.pieces(flat, parts, sizes.weight_offsets(call.net, call.biases)[0])
     if call.gpu.machine.shapes_only:
         tensors = zip(inputs[:3], wanted, strict=False)
         numbers = [torch.empty_like(t, device="meta") if w and t is not None else None for t, w in tensors]
@@ -189,7 +186,7 @@ def _backward(call: RecurrentCall, inputs: Inputs, reserve: T, gradients: Maybes
         if flat is not None:
             weights.fill(flat, parts, numbers[3:])
     if on:
-        charge_recurrent(call.gpu, call.net, [g for g in gradients if g is not None], True, backward=True)
+        _charge(call, [g for g in gradients if g is not None], True, backward=True)
     first = call.laid_out(*numbers[:3])
     for gradient, allocation in zip(first, blocks, strict=True):
         if gradient is not None and allocation is not None:
@@ -200,28 +197,24 @@ def _backward(call: RecurrentCall, inputs: Inputs, reserve: T, gradients: Maybes
 def _blocks(call: RecurrentCall, inputs: Inputs, reserve: T, gradients: Maybes, dw: bool) -> tuple[Blocks, Maybe]:
     """Take the memory of `_cudnn_rnn_backward`. Returns the blocks of (dx, dhx, dcx) and the buffer of dw, if any."""
     gpu, (input, hx, cx, _) = call.gpu, inputs
-    size = workspace_bytes(call.net, is_small(call.net, True, gpu.spec.capability))
+    size = sizes.workspace_bytes(call.net, sizes.is_small(call.net, True, gpu.spec.capability))
     output, *states = (*gradients, None)[:3]
-    with ExitStack() as whole:
-        if _keeps_graph():
-            whole.enter_context(scratch(gpu, nbytes(reserve)))  # cuDNN writes into it: a clone is given
-        if output is None:
-            whole.enter_context(scratch(gpu, call.shapes[0].numel() * input.element_size()))
-        for state, gradient in zip((hx, cx), states, strict=True):
-            if state is not None and gradient is None:
-                whole.enter_context(scratch(gpu, nbytes(state)))  # zeros
-        with ExitStack() as data:
-            _contiguous(data, gpu, _time_first(call, input))
-            for gradient in (_time_first(call, output) if output is not None else None, *states):
-                _contiguous(data, gpu, gradient)
+    whole = [nbytes(reserve)] if _keeps_graph() else []  # cuDNN writes into it: a clone is given
+    if output is None:
+        whole.append(call.shapes[0].numel() * input.element_size())
+    whole += [nbytes(s) for s, g in zip((hx, cx), states, strict=True) if s is not None and g is None]  # zeros
+    with scratch(gpu, *whole):
+        copies = _copies(_time_first(call, input), None if output is None else _time_first(call, output), *states)
+        with scratch(gpu, *copies):
             allocations = [None if t is None else StorageAllocation(gpu, nbytes(t)) for t in (input, hx, cx)]
-            data.enter_context(scratch(gpu, size))
+            with scratch(gpu, size):
+                pass
         if not dw:
             return allocations, None
-        with ExitStack() as data:
-            _contiguous(data, gpu, _time_first(call, input))
-            flat = weights.empty(gpu, weight_offsets(call.net, True)[1], input.dtype)
-            data.enter_context(scratch(gpu, size))
+        with scratch(gpu, *_copies(_time_first(call, input))):
+            flat = weights.empty(gpu, sizes.weight_offsets(call.net, True)[1], input.dtype)
+            with scratch(gpu, size):
+                pass
     return allocations, flat
 
 
@@ -234,6 +227,29 @@ def _numbers(call: RecurrentCall, inputs: Inputs, reserve: T, gradients: Maybes,
             generator.set_state(call.random_state)
         graph = call.compute(inputs, True, generator)
     return graph.gradients(gradients, wanted, _keeps_graph())
+
+
+def _charge(call: RecurrentCall, reads: Sequence[torch.Tensor], trains: bool, backward: bool) -> None:
+    """Put a pass on the clock. trains: if autograd notes it down."""
+    name, net, gpu = _NAMES[backward], call.net, call.gpu
+    launch(gpu, name, sizes.cost(net, gpu.spec, backward), reads, trains, call=KernelCall(name, (), net._asdict()))
+
+
+def _timed(backward: bool, _: list[Any], measures: dict[str, Any], device: str) -> Callable[[], Any]:
+    """A network in training on zeros, for `measure`. All sequences are padded to the longest."""
+    net = sizes.Network(**measures)
+    projection = {"proj_size": net.output} if net.output != net.hidden else {}
+    options = {"dropout": net.dropout / 2, "bidirectional": net.directions == 2, **projection}
+    layers = getattr(torch.nn, net.cell)(net.input, net.hidden, net.layers, **options)
+    dtype = next(dtype for dtype in weights.DTYPES if dtype.itemsize == net.itemsize)
+    layers, given = layers.to(device, dtype), torch.zeros(net.time, net.batch, net.input, dtype=dtype, device=device)
+    if not backward:
+        return partial(layers, given)
+    out, leaves = layers(given.requires_grad_())[0], (given, *layers.parameters())
+    return partial(torch.autograd.grad, out, leaves, torch.zeros_like(out), retain_graph=True)
+
+
+TIMED = {name: partial(_timed, bool(backward)) for backward, name in enumerate(_NAMES)}
 
 
 def patches() -> list[Patch]:

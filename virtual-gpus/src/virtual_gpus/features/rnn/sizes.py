@@ -1,4 +1,4 @@
-"""How much memory cuDNN wants for an LSTM, GRU or RNN: its weight buffer, reserve, workspace and dropout state.
+"""How much memory cuDNN wants for an LSTM, GRU or RNN (weight buffer, reserve, workspace, dropout state), and how long.
 
 cuDNN publishes no formulas. These are built from what it must hold, out of one unit: a *sequence* of `time x batch x
 hidden` elements. figures.toml says what is known of each, and from where.
@@ -8,18 +8,22 @@ Source of the rules: aten/src/ATen/native/cudnn/RNN.cpp (get_algo), aten/src/ATe
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from virtual_gpus import figures
 from virtual_gpus.arithmetic import ceil_div, rounded_up
+from virtual_gpus.clock.cost_matmul import product
+from virtual_gpus.clock.work import Cost, Format
+from virtual_gpus.gpus import GPUSpec
 
 GATES = {"LSTM": 4, "GRU": 3, "RNN": 1}
 DROPOUT_STATE = 1024 * 48  # per multiprocessor: states of cuRAND's XORWOW, one per thread
+FORMATS: dict[int, Format] = {2: "fp16", 4: "fp32", 8: "fp64"}  # by bytes of a number
+_TIME = figures.beside(__file__)["time"]
 FITTED = figures.beside(__file__)["memory"]  # `benchmarks.leave_one_out` tries others
 
 
-@dataclass(frozen=True, slots=True)
-class Network:
+class Network(NamedTuple):
     """What the sizes follow from. `output`: hidden size, or the projection's. `time`: the longest sequence's steps."""
 
     cell: str
@@ -104,3 +108,17 @@ def workspace_bytes(net: Network, small: bool, training: bool = True) -> int:
     lengths = sum(rounded_up(4 * count, 256) for count in (net.batch, net.time))
     sequences = gates + input_gradients + padded + between + of_directions + of_algorithm
     return matrices + sequences + states + lengths
+
+
+def cost(net: Network, spec: GPUSpec, backward: bool) -> Cost:
+    """Of a forward or backward pass: products of all inputs at once, then step by step."""
+    fitted, rows, steps = _TIME["backward" if backward else "forward"], net.gates * net.hidden, net.time * net.inner
+    precision = FORMATS[net.itemsize]
+    flops = 2 * net.batch * rows * net.output * fitted["products"]
+    step = fitted["chain"] * spec.reached.kernel + flops / (getattr(spec.flops, precision) * fitted["share"])
+    inputs = 0.0
+    for layer in range(net.layers):
+        size = net.input if layer == 0 else net.output * net.directions
+        seconds, _ = product(spec, net.time * net.batch, rows, size, 1, precision)
+        inputs += net.directions * seconds * fitted["all_at_once"]
+    return Cost(steps * step + inputs, 1 + _TIME["host"] * (round(steps * fitted["kernels"]) - 1))
