@@ -50,6 +50,11 @@ def recorded(work):
     return timeline
 
 
+def times_of(work) -> dict[str, float]:
+    """Seconds of each operator on the GPU, to the picosecond."""
+    return {span.name: round(span.end - span.start, 12) for span in recorded(work).spans}
+
+
 def draw(*shape, seed=1):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 

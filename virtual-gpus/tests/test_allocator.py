@@ -448,8 +448,7 @@ def test_ctrl_c_in_the_middle_leaves_the_books_in_order(text, nbytes):
     while place:
         moment += 17 if nbytes < MIB else 13
         gpu, held = crowded(text)
-        before = gpu.allocated
-        place = interrupted_at(moment, partial(gpu.malloc, nbytes), press, ours)
+        before, place = gpu.allocated, interrupted_at(moment, partial(gpu.malloc, nbytes), press, ours)
         check_invariants(gpu)
         assert not place or gpu.allocated == before or nbytes <= gpu.allocated - before <= nbytes + MIB
         freed = held.pop(moment % 3)

@@ -8,8 +8,8 @@ import torch
 from measuring import recorded
 from virtual_gpus import active_machine, record_timeline, virtual_gpus
 from virtual_gpus.clock.clock import Clock, Track
-from virtual_gpus.clock.work import Operand, added_on_host
-from virtual_gpus.dispatch.operators import cost
+from virtual_gpus.clock.work import Operand, Operation, added_on_host
+from virtual_gpus.dispatch.operators import ROWS, cost
 from virtual_gpus.features.data_parallel.parallel import ConcurrentThreads
 from virtual_gpus.gpus import kinds, spec
 
@@ -221,9 +221,10 @@ def convolution(out, into, kind="H200", bias=False, precision="tf32", groups=1, 
     images, filters, result = (8, into, 128, 128), (out, into // groups, 3, 3), (8, out, 128, 128)
     size = 4 if precision in ("tf32", "fp32") else 2
     x, w, y = (Operand(shape, size, _strides(shape, last)) for shape in (images, filters, result))
-    if backward:
-        return cost("convolution_backward", [y, x, w], [x, w], spec(kind), precision).seconds
-    return cost("convolution", [x, w] + [Operand((out,), size)] * bias, [y], spec(kind), precision).seconds
+    inputs, outputs = ((y, x, w), (x, w)) if backward else ((x, w, *[Operand((out,), size)] * bias), (y,))
+    how = {"stride": (1,), "transposed": False, "output_padding": (0,), "groups": groups, "output_mask": (1, 1, 0)}
+    row = ROWS["convolution_backward" if backward else "convolution"].cost
+    return row.cost(Operation("", inputs, outputs, spec(kind), precision, arguments=how)).seconds
 
 
 def _strides(shape, last: bool) -> tuple[int, ...]:

@@ -132,8 +132,7 @@ def test_fsdp2_gathers_the_next_block_under_the_computation_of_this_one():
     copies = 2 * 17 / 16 * 4 * WIDTH**2 / (3.35e12 * 0.88)
     with one_rank(0, 16, adapters=8):
         for rows in (128, 2048):
-            product = 2 * rows * WIDTH**2 / (66.9e12 * 0.77)
-            timeline = forward_of_fully_shard(rows)
+            product, timeline = 2 * rows * WIDTH**2 / (66.9e12 * 0.77), forward_of_fully_shard(rows)
             gathers = [span for span in timeline.spans if span.lane == "all-gather"]
             products = [span for span in timeline.spans if span.name == "mm"]
             assert [span.end - span.start for span in gathers] == pytest.approx([gather] * BLOCKS, rel=1e-6)
@@ -195,8 +194,7 @@ PUBLISHED = [  # kind, ranks, of which a host has so many, its GPUs and adapters
 def test_bus_bandwidth_of_real_hosts(kind, ranks, here, host, mebibytes, published, error):
     """On hosts of 8 GPUs. Where an adapter of 400 Gbit/s is the slowest link, the model is too slow, since its 0.78 is
     the fraction of NVLink that is reached."""
-    nbytes = mebibytes << 20
-    sent = 2 if kind == "all_reduce" else 1
+    nbytes, sent = mebibytes << 20, 2 if kind == "all_reduce" else 1
     seconds = collective_seconds(on_host(ranks, here=here, **host), kind, nbytes)
     assert sent * (ranks - 1) / ranks * nbytes / seconds == pytest.approx(published, rel=error)
 

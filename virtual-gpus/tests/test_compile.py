@@ -94,10 +94,8 @@ def test_functions_that_were_compiled_before_run_too_and_compile_again_afterward
 def test_flex_attention():
     attention = torch.compile(flex_attention)  # which compiles for itself too
     torch.manual_seed(0)
-    q = torch.randn(1, 2, 128, 16)
-    distance = torch.arange(128)[:, None] - torch.arange(128)
-    bias = distance.float().masked_fill(distance < 0, -torch.inf)
-    wanted = q.clone().requires_grad_()
+    q, distance = torch.randn(1, 2, 128, 16), torch.arange(128)[:, None] - torch.arange(128)
+    bias, wanted = distance.float().masked_fill(distance < 0, -torch.inf), q.clone().requires_grad_()
     expected = F.scaled_dot_product_attention(wanted, wanted, wanted, attn_mask=bias)
     expected.sum().backward()
     with virtual_gpus(2):

@@ -72,8 +72,7 @@ def train(case, device):
     x, y = data()
     model(x)  # gives lazy layers their shape
     model.to(device)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, foreach=False)
-    losses = []
+    optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, foreach=False), []
     for _ in range(2):
         optimizer.zero_grad()
         loss = F.cross_entropy(model(x.to(device)).flatten(0, -2), y.to(device).flatten())
@@ -196,8 +195,7 @@ def test_zeros_that_cpp_makes_as_gradients_are_where_their_tensor_is(gpus, name)
 def test_a_backward_pass_runs_on_the_streams_and_the_gpu_of_the_forward_pass(gpus):
     PLACES.clear()
     first, second, side = (torch.cuda.Stream(2) for _ in range(3))
-    default = torch.cuda.default_stream(2)
-    x = draw(3).to(gpus[2]).requires_grad_()
+    default, x = torch.cuda.default_stream(2), draw(3).to(gpus[2]).requires_grad_()
     with torch.cuda.stream(first):
         one = seen(x)
     with torch.cuda.stream(second):
@@ -251,8 +249,7 @@ def test_views_keep_their_strides_and_share_memory_and_so_do_copies_of_both(gpus
     views = [there[1:], there.permute(0, 2, 3, 1), there.expand(2, 2, 3, 4, 5), there.detach(), there.data]
     assert torch.cuda.memory_allocated(1) == before and {v.device for v in views} == {gpus[1]}
     assert [v.data_ptr() - there.data_ptr() for v in views] == [4 * 60, 0, 0, 0, 0]
-    shared = torch.zeros(4, device=gpus[1])
-    before = torch.cuda.memory_allocated(1)
+    shared, before = torch.zeros(4, device=gpus[1]), torch.cuda.memory_allocated(1)
     one, other = copy.deepcopy([shared, shared[1:]])
     assert torch.cuda.memory_allocated(1) == before + 512
     one.fill_(3)
@@ -469,10 +466,8 @@ def test_half_precision_is_computed_in_float32_where_the_cpu_has_no_kernels_for_
 def test_attention_and_recurrent_layers_are_computed_in_float32_as_well(monkeypatch):
     for module in (values, recurrent_call):
         monkeypatch.setattr(module, "slow_types", lambda: (torch.float16,))
-    x = torch.randn(2, 4, 8, 16).half()
-    lstm = torch.nn.LSTM(16, 8).half()
-    wanted = F.scaled_dot_product_attention(x.float(), x.float(), x.float())
-    wide = torch.nn.LSTM(16, 8)
+    x, lstm = torch.randn(2, 4, 8, 16).half(), torch.nn.LSTM(16, 8).half()
+    wanted, wide = F.scaled_dot_product_attention(x.float(), x.float(), x.float()), torch.nn.LSTM(16, 8)
     wide.load_state_dict({name: weight.float() for name, weight in lstm.state_dict().items()})
     of_wide = wide(x[0].float())[0]
     of_wide.sum().backward()

@@ -110,8 +110,7 @@ def test_an_operator_leaves_its_workspaces(shapes_only):
 def test_backward_and_threads_at_once_have_handles_of_their_own_and_a_later_thread_takes_what_is_left():
     with virtual_gpus(1):
         a = matrix(4, 4).requires_grad_()
-        out = (a @ a).sum()
-        forward = torch.cuda.memory_allocated()
+        out, forward = (a @ a).sum(), torch.cuda.memory_allocated()
         for _ in range(2):
             out.backward(retain_graph=True)
         assert torch.cuda.memory_allocated() == forward + 512 + CUBLAS  # the gradient, and the workspace

@@ -257,8 +257,7 @@ def test_backward_under_autocast_has_the_inputs_precision_and_rows_that_see_noth
         with torch.autocast("cuda", dtype=BF16):
             found = torch.autograd.grad(out.sum(), leaves)
         assert all(map(torch.equal, found, wanted))
-        leaves = parts((1, 2, 4, 8))
-        mask = torch.ones(4, 4, dtype=torch.bool, device="cuda")
+        leaves, mask = parts((1, 2, 4, 8)), torch.ones(4, 4, dtype=torch.bool, device="cuda")
         mask[1] = False
         for dropout in (0.0, 0.5, 1.0):
             out = F.scaled_dot_product_attention(*leaves, mask, dropout_p=dropout)

@@ -98,8 +98,7 @@ def test_save_on_cpu_holds_no_activation(shapes_only, pin):
     with virtual_gpus(1, shapes_only=shapes_only):
         net, x, packed = network().eval(), data(), []
         (expected,) = torch.autograd.grad(forward(net, x).sum(), x)
-        start = torch.cuda.memory_allocated()
-        context = torch.autograd.graph.save_on_cpu(pin_memory=pin)
+        start, context = torch.cuda.memory_allocated(), torch.autograd.graph.save_on_cpu(pin_memory=pin)
         pack = context.pack_hook
         context.pack_hook = lambda t: packed.append(pack(t)) or packed[-1]
         with context:

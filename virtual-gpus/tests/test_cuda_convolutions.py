@@ -1,10 +1,12 @@
 """Convolutions on virtual GPUs take the memory that cuDNN took on an H200 (torch 2.11, cuDNN 9.19). Whole layers stand
 beside other operators in test_cuda_operators.py."""
 
+from functools import partial
+
 import pytest
 import torch
 from benchmarks.reference import measure
-from measuring import MIB, events_of, peak_of
+from measuring import MIB, draw, events_of, peak_of, sizes_of, times_of
 from torch import nn
 from torch.nn import functional as F
 from virtual_gpus import virtual_gpus
@@ -36,20 +38,19 @@ def test_channels_last_are_not_copied_and_two_byte_types_pad_a_first_layer_to_8_
     assert workspaces.forward(facts) == workspaces.data_gradient(facts) == 0
     sums = 14 * 64 * 64 * 9 * 4  # 9 tiles of one filter tap each on 132 SMs
     assert workspaces.weight_gradient(facts) == sums + 128 + 16
-    assert workspaces.forward(shape(3, 64, 32, 3, 1, channels_last=True)) == 0
+    facts = shape(3, 64, 32, 3, 1, channels_last=True)
+    assert workspaces.forward(facts) == 0
     for last in (False, True):
-        facts = shape(3, 64, 32, 3, 1, itemsize=2, channels_last=last)
-        assert workspaces.forward(facts) >= 64 * 8 * 32 * 32 * 2
+        assert workspaces.forward(facts._replace(itemsize=2, channels_last=last)) >= 64 * 8 * 32 * 32 * 2
 
 
 @pytest.mark.parametrize("kind", ["K80", "V100", "H200"])
 def test_layouts_are_converted_for_tensor_cores(kind):
     def converts(dtype, tf32=True):
-        layer = nn.Conv2d(64, 64, 3, padding=1).to("cuda", dtype)
-        x = torch.randn(8, 64, 32, 32, device="cuda", dtype=dtype)
+        layer, x = nn.Conv2d(64, 64, 3, padding=1).to("cuda", dtype), torch.randn(8, 64, 32, 32).to("cuda", dtype)
         with torch.no_grad(), torch.backends.cudnn.flags(enabled=True, allow_tf32=tf32):
             out, peak = peak_of(lambda: layer(x))
-        return peak - out.numel() * out.element_size() > MIB
+        return peak - out.nbytes > MIB
 
     with virtual_gpus(1, kind=kind, shapes_only=True):
         assert [converts(torch.float32), converts(torch.float16)] == [kind == "H200", kind != "K80"]
@@ -71,8 +72,7 @@ LAYERS = {
 def step(make, size, device, layout=torch.contiguous_format, expanded=True):
     """One forward and backward. Returns the output and all gradients, on the CPU's side of things."""
     torch.manual_seed(0)
-    layer = make()
-    x = torch.randn(size).to(device).contiguous(memory_format=layout).requires_grad_()
+    layer, x = make(), torch.randn(size).to(device).contiguous(memory_format=layout).requires_grad_()
     layer = layer.to(device, memory_format=layout)
     out = layer(x)
     out.sum().backward() if expanded else out.backward(torch.ones_like(out))
@@ -97,31 +97,43 @@ def test_numbers_are_the_cpus_and_shapes_allocate_as_they_do(name, layout):
     assert all(t.is_contiguous(memory_format=layout) for t in found[:2])  # the output, the input's gradient
 
 
-def test_filters_of_the_other_layout_are_copied_first():
-    size = 16 * 64 * 9 * 4
+def test_memory_and_time_know_the_same_kernels_and_the_order_of_channels():
+    """Depthwise ones are PyTorch's own channels first, and in both orders without cuDNN."""
+
+    def of(layer, x, last=False, enabled=True):
+        layer, x = (it.to(memory_format=torch.channels_last) if last else it for it in (layer.cuda().half(), x.half()))
+        with torch.backends.cudnn.flags(enabled=enabled):
+            return sizes_of(lambda: layer(x)), times_of(lambda: layer(x))["convolution"]
+
     with virtual_gpus(1, kind="H200", shapes_only=True), torch.no_grad():
-        layer = nn.Conv2d(64, 16, 3, bias=False).to("cuda")
-        x = torch.randn(2, 64, 6, 6, device="cuda").to(memory_format=torch.channels_last)
-        out, first = peak_of(lambda: layer(x))
-        layer.to(memory_format=torch.channels_last)
-        out, last = peak_of(lambda: layer(x))
-    assert first - last == size and last == out.numel() * 4
+        x, plain = torch.ones(8, 64, 32, 32, device="cuda"), nn.Conv2d(64, 16, 3, bias=False)
+        own, without, last, turned = (of(nn.Conv2d(64, 64, 3, groups=64, bias=False), x, *how) for how in
+                                      ((False, True), (False, False), (True, True), (True, False)))  # fmt: skip
+        assert own == without == (last[0], turned[1]) and turned[0] == [x.nbytes // 2, *own[0]] and last[1] < own[1]
+        out, filters = 8 * 16 * 30 * 30 * 2, 16 * 64 * 9 * 2  # which are copied if they have the other order
+        assert of(plain, x.to(memory_format=torch.channels_last))[0] == [round_size(out), filters]
+        assert of(plain, x, last=True)[0] == [round_size(out)]
+        assert of(nn.Conv2d(1, 64, 3), x[:, :1].clone(), last=True)[1] < of(nn.Conv2d(1, 64, 3), x[:, :1].clone())[1]
+        wave = x.view(8, 64, 1024)
+        assert of(nn.Conv1d(64, 64, 3), wave)[1] == of(nn.Conv1d(64, 64, 3), wave.mT.clone().mT)[1]  # of a copy
+        y, masks = torch.ones(8, 16, 30, 30, device="cuda").half(), ((1, 0, 0), (0, 1, 0), (0, 0, 1), (1, 0, 1))
+        how = (y, x.half(), plain.weight, [16], [1, 1], [0, 0], [1, 1], False, [0, 0], 1)
+        times = [times_of(partial(torch.ops.aten.convolution_backward, *how, tuple(map(bool, mask)))) for mask in masks]
+    images, filters, bias, both = (seconds["convolution_backward"] for seconds in times)
+    assert both == pytest.approx(images + bias) and images != filters
 
 
 def test_second_gradients_one_alone_an_empty_batch_and_out_work():
     def second(device):
-        torch.manual_seed(0)
-        x = torch.randn(2, 3, 6, 6).to(device).requires_grad_()
-        weight = torch.randn(4, 3, 3, 3).to(device).requires_grad_()
+        x, weight = (draw(*size).to(device).requires_grad_() for size in ((2, 3, 6, 6), (4, 3, 3, 3)))
         (first,) = torch.autograd.grad(F.conv2d(x, weight, padding=1).pow(2).sum(), x, create_graph=True)
         return torch.autograd.grad(first.pow(2).sum(), (x, weight))
 
     wanted = second("cpu")
-    with virtual_gpus(1):
-        torch.testing.assert_close(second("cuda"), wanted, check_device=False)
     with virtual_gpus(1, shapes_only=True):
         assert [g.shape for g in second("cuda")] == [w.shape for w in wanted]
     with virtual_gpus(1):
+        torch.testing.assert_close(second("cuda"), wanted, check_device=False)
         layer = nn.Conv2d(3, 4, 3).to("cuda").requires_grad_(False)
         x = torch.randn(2, 3, 8, 8, device="cuda", requires_grad=True)
         layer(x).sum().backward()
@@ -129,10 +141,9 @@ def test_second_gradients_one_alone_an_empty_batch_and_out_work():
         layer.requires_grad_()
         layer(torch.randn(0, 3, 8, 8, device="cuda")).sum().backward()
         assert layer.weight.grad.abs().sum().item() == 0
-        x, out = torch.randn(1, 3, 8, 8, device="cuda"), torch.empty(1, 4, 6, 6, device="cuda")
-        weight = layer.weight.detach()
-        again = torch.ops.aten.convolution.out(x, weight, None, [1, 1], [0, 0], [1, 1], False, [0, 0], 1, out=out)
-        assert again is out
+        out, x, weight = torch.empty(1, 4, 6, 6, device="cuda"), x.detach()[:1], layer.weight.detach()
+        how = x, weight, None, [1, 1], [0, 0], [1, 1], False, [0, 0], 1
+        assert torch.ops.aten.convolution.out(*how, out=out) is out
         torch.testing.assert_close(out.cpu(), F.conv2d(x.cpu(), weight.cpu()))
 
 
@@ -152,6 +163,5 @@ def test_benchmark_tries_large_kernels_once_for_each_shape_and_empties_the_cache
 def test_a_workspace_that_does_not_fit_is_no_error():
     with virtual_gpus(1, memory="64 MiB", kind="H200", shapes_only=True), torch.no_grad():
         layer, x = nn.Conv2d(64, 64, 3, padding=1).to("cuda"), torch.randn(64, 64, 32, 32, device="cuda")
-        out = layer(x)  # 16 MiB in, 16 MiB out, 32 MiB of copies
-        assert out.shape == x.shape
+        assert layer(x).shape == x.shape  # 16 MiB in, 16 MiB out, 32 MiB of copies
         assert torch.cuda.memory_stats()["num_ooms"] == 1

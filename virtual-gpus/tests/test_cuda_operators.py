@@ -1,9 +1,11 @@
 """What single CUDA kernels take beyond their results, by PyTorch's sources. test_reference_memory.py has an H200's."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
-from measuring import MIB, bytes_of, peak_of, recorded, same, sizes_of
+from measuring import MIB, bytes_of, peak_of, recorded, same, sizes_of, times_of
 from torch import nn
 from virtual_gpus import NotModelled, record_timeline, virtual_gpus
 from virtual_gpus.features.blas import copied_bytes
@@ -22,16 +24,15 @@ def test_partial_sums_are_those_of_an_h200_s_steps_and_depend_on_the_gpu_and_the
     # Rows, columns of matrices whose rows were added up; bytes of partial results and of semaphores, both rounded up to
     # blocks of 512, in traces of training steps on an H200.
     column_sums = [(2048, 384, 6_291_456, 512), (2608, 20_000, 143_360_000, 1024), (4096, 1024, 33_554_432, 512)]
-    for rows, columns, partial, semaphores in column_sums:
+    for rows, columns, sums, semaphores in column_sums:
         found = reduction_scratch((rows, columns), "H200", [0])
-        assert tuple(map(round_size, found)) == (partial, semaphores), (rows, columns)
+        assert tuple(map(round_size, found)) == (sums, semaphores), (rows, columns)
     assert reduction_scratch((1000, 10_000), "H200") == (4 * 528, 4)  # the mean of 10,000,000 losses: 3,072 bytes
     assert reduction_scratch((8192, 256), "H200", [0])[0] > reduction_scratch((8192, 256), "K80", [0])[0]
     assert reduction_scratch((8192, 256), "H200", [1]) == (0, 0)  # 8,192 outputs keep the GPU busy: no need to cut
     for shape, dims in (((8, 256), [0]), ((0, 4), [0]), ((), None)):
         assert reduction_scratch(shape, "H200", dims) == (0, 0)
-    turned = torch.empty(2048, 384, device="meta").t()
-    found = reduction_scratch(turned.shape, "H200", [-1], strides=turned.stride())
+    found = reduction_scratch((384, 2048), "H200", [-1], strides=(1, 384))
     assert found == reduction_scratch((2048, 384), "H200", [0])
 
 
@@ -91,8 +92,7 @@ def test_losses_look_ups_and_gradients_take_nothing_beside_their_results(gpu):
     gradient = torch.zeros_like(out)
     assert sizes_of(lambda: torch.autograd.grad(out, table.weight, gradient)) == [256_000]
     # PyTorch's formula copies the zeros when a dispatch mode is on, as it is here; on CUDA it does not.
-    out = x[torch.arange(10, device=gpu)]
-    gradient = torch.zeros_like(out)
+    out, gradient = x[torch.arange(10, device=gpu)], torch.zeros(10, 1000, device=gpu)
     _, stayed, peak = bytes_of(lambda: torch.autograd.grad(out, x, gradient, retain_graph=True))
     assert stayed == 4_000_256 <= peak < 4_000_256 + MIB
 
@@ -104,11 +104,31 @@ def test_batch_norm_of_few_rows_takes_no_partial_sums(gpu):
     assert len(sizes_of(lambda: norm(x[:6]))) == len(sizes) - 2  # one block of threads
 
 
+def test_a_batch_norm_takes_the_memory_and_the_time_of_the_same_kernels():
+    def of(x, kind=torch.float, on=True, train=True, mask=(True, True, True)):
+        stats, grad = torch.ones(x.shape[1], dtype=kind or torch.float, device="cuda"), x.new_ones(()).expand(x.shape)
+        weight, norm = stats if kind else None, torch.ops.aten.native_batch_norm_backward
+        with torch.backends.cudnn.flags(enabled=on):
+            times = times_of(lambda: torch.native_batch_norm(x, weight, weight, stats, stats, train, 0.1, 1e-5))
+            back = partial(norm, grad, x, weight, *[stats] * 4, train, 1e-5, mask)
+            sizes = sizes_of(lambda: times.update(times_of(back)))
+        return *times.values(), sizes.count(x.nbytes)  # a packed gradient, and one of x
+
+    with virtual_gpus(1, kind="H200", shapes_only=True):
+        x, grey = torch.ones(64, 64, 32, 32, device="cuda"), torch.bfloat16
+        cudnns, own = of(x.half()), of(x.to(grey))
+        assert cudnns[2] == 2 and own[2] == 1 and min(own[:2]) > max(cudnns[:2])
+        assert of(x.half(), torch.half) == of(x.half(), on=False) == of(x.half(), None) == own
+        once, adds, _ = of(x.half(), train=False)
+        assert once < cudnns[0] and adds == own[1]  # the gradients of its weights
+        assert of(x.half(), train=False, mask=(True, False, False)) == (once, once, 1)
+        assert of(x.to(grey).view(-1, 64)) == of(x.to(grey, memory_format=torch.channels_last))[:2] + (1,)
+
+
 def test_cross_entropy_over_images_copies_logits_whose_channels_are_last(gpu):
     """SoftMax.cu takes `input_.contiguous()` after its result; NLLLoss2d.cu gets that result, which is packed."""
     logits, classes = torch.zeros(4, 8, 32, 32, device=gpu), torch.zeros(4, 32, 32, dtype=torch.long, device=gpu)
-    last = logits.to(memory_format=torch.channels_last)
-    size = 4 * 8 * 32 * 32 * 4
+    last, size = logits.to(memory_format=torch.channels_last), logits.nbytes
     assert sizes_of(lambda: F.cross_entropy(logits, classes)) == [size, 512, 512]
     assert sizes_of(lambda: F.cross_entropy(last, classes)) == [size, size, 512, 512]
     assert sizes_of(lambda: F.nll_loss(last, classes)) == [512, 512, size]  # its own copy
@@ -117,9 +137,8 @@ def test_cross_entropy_over_images_copies_logits_whose_channels_are_last(gpu):
 
 def test_linear_adds_its_bias_in_place_but_a_learners_sum_is_new(gpu):
     """For a 3-dimensional input that is not packed, `linear` is a product and then a sum."""
-    layer = nn.Linear(64, 512, device=gpu)
+    layer, whole = nn.Linear(64, 512, device=gpu), 32 * 128 * 512 * 4
     x = torch.zeros(32, 128, 64, device=gpu).transpose(0, 1)
-    whole = 32 * 128 * 512 * 4
     with torch.no_grad():
         assert sizes_of(lambda: layer(x)).count(whole) == 1
         assert sizes_of(lambda: x @ layer.weight.t() + layer.bias).count(whole) == 2

@@ -20,8 +20,7 @@ same = partial(torch.testing.assert_close, check_device=False, atol=1e-6, rtol=1
 def run(make, device, x, states=None, use=slice(None)):
     """Everything that came out, then all gradients, of one training step on `device` whose loss is of out[use]."""
     torch.manual_seed(0)
-    net = make().to(device)
-    x = x.clone().to(device).requires_grad_()
+    net, x = make().to(device), x.clone().to(device).requires_grad_()
     states = [s.clone().to(device).requires_grad_() for s in states or ()]
     torch.manual_seed(4)  # for dropout: the weights were drawn on the CPU
     given = () if not states else (tuple(states) if isinstance(net, nn.LSTM) else states[0],)

@@ -37,8 +37,7 @@ class Where(nn.Module):
 
 def train(wrap, device, batch=13):
     model = wrap(net(device))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    losses = []
+    optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), []
     for step in range(3):
         x, y = draw(batch, 3, 8, 8, seed=step), torch.arange(batch) % 5
         out = model(x.to(device))
@@ -89,8 +88,7 @@ def test_which_gpu_gets_how_many_samples_and_the_output(gpus, ids, pieces, outpu
 
 def test_another_dimension_inputs_on_any_device_and_inference_mode():
     for place in ("cpu", "cuda:2"):
-        x = draw(5, 7, 2).to(place).requires_grad_()
-        module = nn.Module()
+        x, module = draw(5, 7, 2).to(place).requires_grad_(), nn.Module()
         module.forward = lambda part: part.cumsum(0)
         out = DataParallel(module, dim=1)(x)
         same(out, x.cumsum(0))

@@ -19,8 +19,7 @@ def test_peaks_stats_summary_and_fraction():
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(1)
     assert torch.cuda.max_memory_reserved(1) == 100 * MIB == torch.cuda.max_memory_allocated(1)
-    x = empty(3 * MIB)
-    stats = torch.cuda.memory_stats()
+    x, stats = empty(3 * MIB), torch.cuda.memory_stats()
     assert stats["allocated_bytes.all.current"] == 3 * MIB and stats["allocation.all.current"] == 1
     assert stats["reserved_bytes.large_pool.current"] == 20 * MIB and stats["segment.all.current"] == 1
     assert stats["inactive_split_bytes.all.current"] == 17 * MIB and stats["max_split_size"] == -1

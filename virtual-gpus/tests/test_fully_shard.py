@@ -54,8 +54,7 @@ def sharded_mlp(**options):
 
 def sharded(rank, options):
     net = sharded_mlp(mesh=init_device_mesh("cuda", (2,)), **options)
-    found = steps(net, *(part.chunk(2)[rank].cuda() for part in numbers()))
-    one = next(net.parameters())
+    found, one = steps(net, *(part.chunk(2)[rank].cuda() for part in numbers())), next(net.parameters())
     assert {str(tensor.device) for tensor in (one, one.grad, one.to_local(), one.full_tensor())} == {f"cuda:{rank}"}
     full = get_model_state_dict(net, options=StateDictOptions(full_state_dict=True))
     host = get_model_state_dict(net, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
@@ -105,8 +104,7 @@ def tensor_parallel(rank):
     if rank is not None:
         plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
         parallelize_module(net, init_device_mesh("cuda", (2,)), plan)
-    before = torch.cuda.memory_allocated()
-    x = torch.linspace(-1, 1, 8 * 16, device="cuda").reshape(8, 16)
+    before, x = torch.cuda.memory_allocated(), torch.linspace(-1, 1, 8 * 16, device="cuda").reshape(8, 16)
     losses, _ = steps(net, x, torch.ones(8, 4, device="cuda"))
     assert net(x).get_device() == (rank or 0)
     return losses, before, sent(lambda: net(x))

@@ -155,8 +155,7 @@ def mlp():
 
 
 def replicated():
-    mesh = init_device_mesh("cuda", (2, 2), mesh_dim_names=("copy", "shard"))
-    net = mlp().cuda()
+    mesh, net = init_device_mesh("cuda", (2, 2), mesh_dim_names=("copy", "shard")), mlp().cuda()
     net[0] = checkpoint_wrapper(net[0])
     return fully_sharded(net, mesh=mesh, mp_policy=HALF, reshard_after_forward=False)
 
@@ -220,8 +219,7 @@ def test_one_rank_needs_what_real_ranks_need_to_the_byte():
 def test_a_stage_of_a_pipeline_receives_shapes():
     with virtual_gpus(4, shapes_only=True, rank=3, world_size=4):
         mesh = init_device_mesh("cuda", (2, 2), mesh_dim_names=("pipeline", "data"))
-        gpu = torch.device("cuda", torch.cuda.current_device())
-        net = nn.Linear(64, 64).cuda()
+        gpu, net = torch.device("cuda", torch.cuda.current_device()), nn.Linear(64, 64).cuda()
         fully_shard(net, mesh=mesh["data"])
         shapes = (torch.empty(4, 64, device="meta", requires_grad=True) for _ in range(2))
         names = dict(zip(("input_args", "output_args"), shapes, strict=True))

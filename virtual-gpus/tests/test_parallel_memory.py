@@ -86,8 +86,7 @@ def test_broadcasts_go_type_by_type_sums_close_a_chunk_before_it_overflows_and_g
 
 def test_inputs_from_the_cpu_are_copied_on_a_stream_of_their_own():
     with virtual_gpus(2):
-        weight = zeros(10)
-        out = DataParallel(nn.Identity())(torch.zeros(8, 100_000))
+        weight, out = zeros(10), DataParallel(nn.Identity())(torch.zeros(8, 100_000))
         # 1.6 MB per GPU: a segment of 20 MiB of the copy's stream, and one for the gathered output
         assert [torch.cuda.memory_reserved(i) for i in (0, 1)] == [(2 + 20 + 20) * MIB, 20 * MIB]
         del out, weight
@@ -113,8 +112,7 @@ class Scale(nn.Module):
 @pytest.mark.parametrize("shapes_only", [False, True])
 def test_a_step_of_data_parallel(shapes_only):
     with virtual_gpus(2, shapes_only=shapes_only):
-        model = rounded(300, 500, 200, 200) + 512
-        module = Scale().cuda()
+        model, module = rounded(300, 500, 200, 200) + 512, Scale().cuda()
         source, target = watch()
         replicas = replicate(module, [0, 1])
         # They live in flat buffers. The parameters, then the buffers: int64 first, as it is; then the two of float32.
@@ -144,8 +142,7 @@ def test_replicas_use_cublas_in_threads_of_their_own():
     """The first step's threads leave their handles to autograd's, so the second needs new ones."""
     with virtual_gpus(2):
         net = DataParallel(nn.Linear(4, 4, bias=False).cuda())
-        x = torch.zeros(4, 4)
-        workspaces = []
+        x, workspaces = torch.zeros(4, 4), []
         for _ in range(3):
             out = net(x)
             workspaces.append([size // MIB for size in allocated()])
@@ -197,8 +194,7 @@ def stages(rank):
     stages = {}
     for name, (options, set_to_none, _) in CASES.items():
         net = DistributedDataParallel(Layers().to(rank), device_ids=[rank], **options)
-        x = torch.zeros(1, device=rank)
-        found = [allocated()[rank]]
+        x, found = torch.zeros(1, device=rank), [allocated()[rank]]
         for _ in range(3):
             net(x).sum().backward()
             found.append(allocated()[rank])
@@ -215,8 +211,7 @@ def several_buckets(rank):
     """Three tensors of 700 KiB with a cap of 1 MiB: one bucket, then one of two and one of one."""
     size = 700 * KIB // 4
     net = Layers([size] * 3).to(rank)
-    mine = watch()[rank]
-    net = DistributedDataParallel(net, device_ids=[rank], bucket_cap_mb=1)
+    mine, net = watch()[rank], DistributedDataParallel(net, device_ids=[rank], bucket_cap_mb=1)
     built, x = [e for e in mine if e > 0], torch.zeros(1, device=rank)
     net(x).sum().backward()
     del mine[:]
@@ -239,8 +234,7 @@ class TwoGPUs(nn.Module):
 def model_parallel(rank):
     torch.cuda.set_device(2 * rank)
     net = DistributedDataParallel(TwoGPUs(2 * rank))
-    built = allocated()
-    x = torch.zeros(1, device="cuda")
+    built, x = allocated(), torch.zeros(1, device="cuda")
     for _ in range(3):
         net.zero_grad()
         net(x).sum().backward()

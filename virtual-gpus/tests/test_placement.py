@@ -37,8 +37,7 @@ def initialized(lazy):
 
 @pytest.mark.parametrize("name", MAKERS)
 def test_lands_on_the_named_gpu(name):
-    before = torch.cuda.memory_allocated(1)
-    tensor = MAKERS[name]()
+    before, tensor = torch.cuda.memory_allocated(1), MAKERS[name]()
     assert tensor.device == ONE and tensor.is_cuda and not tensor.is_cpu and tensor.get_device() == 1
     assert torch.cuda.memory_allocated(1) > before
     assert torch.cuda.memory_allocated(0) == torch.cuda.memory_allocated(2) == 0
@@ -191,8 +190,7 @@ def test_visible_devices_hide_and_reorder(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,0")
     with virtual_gpus(4) as devices:
         assert len(devices) == torch.cuda.device_count() == 2
-        x = torch.ones(1 << 20, device="cuda:0")
-        used = [gpu.memoryUsed for gpu in GPUtil.getGPUs()]
+        x, used = torch.ones(1 << 20, device="cuda:0"), [gpu.memoryUsed for gpu in GPUtil.getGPUs()]
         assert len(used) == 4 and used[2] > 0 and used[0] == used[1] == used[3] == 0
         del x
     for text, count in (("", 0), ("1", 1), ("0,9,1", 1), ("0,0", 0), ("-1", 0)):

@@ -63,8 +63,7 @@ def test_a_tensor_prints_its_form_and_a_loss_in_a_training_loop_that_values_are_
     assert str(torch.arange(4, device="cuda")) == "tensor(values are not kept, size=(4,), device='cuda:0')"
     assert "values are not kept, size=()" in str(nn.BatchNorm1d(4).cuda().state_dict())
     assert str(torch.ones(2)) == "tensor([1., 1.])"
-    loss = nn.Linear(4, 2).cuda()(torch.ones(3, 4, device="cuda")).square().mean().detach()
-    total = 0.0
+    loss, total = nn.Linear(4, 2).cuda()(torch.ones(3, 4, device="cuda")).square().mean().detach(), 0.0
     for _ in range(2):
         total += loss.item() * 3
     assert f"{total / 6:.4f} {loss.item()} {loss:.3f}" == " ".join(["(values are not kept)"] * 3)
@@ -79,8 +78,7 @@ def test_fake_tensors_are_nobody_s_memory(shapes_only):
         real = torch.ones(4, device="cuda:1")
         before = torch.cuda.memory_allocated(0), torch.cuda.memory_allocated(1)
         with FakeTensorMode(allow_non_fake_inputs=True) as fake:
-            x = torch.empty(1 << 30, device="cuda")
-            net = nn.Linear(8, 4, device="cuda:1")
+            x, net = torch.empty(1 << 30, device="cuda"), nn.Linear(8, 4, device="cuda:1")
             y = net(torch.empty(1 << 20, 8).to("cuda:1"))
             y.sum().backward()
             made = [x, x + x, y, net.weight.grad, x.cpu(), torch.empty(5).cuda(1), fake.from_tensor(real)]

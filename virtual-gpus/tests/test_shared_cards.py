@@ -47,8 +47,7 @@ def received(pipe):
 def test_a_card_is_shared_and_a_killed_process_gives_its_memory_back():
     """A fork counts for itself: what it has from its parent counts once."""
     with virtual_gpus(2, memory="2 GiB"):
-        x = empty(200 * MIB, "cuda:1")
-        before = torch.cuda.device_memory_used(1)
+        x, before = empty(200 * MIB, "cuda:1"), torch.cuda.device_memory_used(1)
         with holding(600 * MIB, 1) as (process, used, free):
             assert used == before + 600 * MIB == torch.cuda.device_memory_used(1) and free == 2048 * MIB - used
             assert [g.memoryUsed for g in GPUtil.getGPUs()] == [0, used / MIB]

@@ -113,8 +113,7 @@ def test_inner_gpus_are_other_cards():
 def test_stopped_out_of_order():
     outer, inner = virtual_gpus(4), virtual_gpus(2)
     outer.start()
-    x = torch.ones(10, device="cuda:3")
-    folder = os.environ[FOLDER]
+    x, folder = torch.ones(10, device="cuda:3"), os.environ[FOLDER]
     inner.start()
     assert os.environ[FOLDER] != folder
     outer.stop()
@@ -178,8 +177,7 @@ def test_default_devices_go_with_the_gpus():
 def test_tensors_that_outlive_their_gpus_are_cpu_tensors():
     weight = torch.ones(3, requires_grad=True)
     with virtual_gpus(4):
-        x = torch.ones(3, device="cuda:3")
-        loss = (weight.to("cuda:2") * 2).to("cuda:1").sum()
+        x, loss = torch.ones(3, device="cuda:3"), (weight.to("cuda:2") * 2).to("cuda:1").sum()
         normalized = torch.nn.functional.rms_norm(x, (3,), weight.to("cuda:3")).sum()
     assert not x.is_cuda and (x + torch.ones(3)).sum().item() == 6.0 and x.cpu() is x and x.numpy().sum() == 3.0
     with virtual_gpus(2):  # other GPUs know nothing of them

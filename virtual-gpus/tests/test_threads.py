@@ -95,8 +95,7 @@ def test_four_threads_on_four_gpus():
         return sum(k.sum().item() for k in kept)
 
     with virtual_gpus(4):
-        alone = [work(i) for i in range(4)]
-        state = torch.get_rng_state()
+        alone, state = [work(i) for i in range(4)], torch.get_rng_state()
         with ThreadPoolExecutor(4) as pool:
             assert list(pool.map(work, range(4))) == alone and len(set(alone)) == 4
         assert torch.equal(torch.get_rng_state(), state)

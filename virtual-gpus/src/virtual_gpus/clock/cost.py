@@ -27,6 +27,7 @@ class OperatorClass(NamedTuple):
     tf32_setting: what lets them multiply fp32 numbers as TF32: "matmul", "conv", or "" if there is none.
     depends_on_strides: whether how the tensors lie in memory decides how long they take.
     arguments: names of those in the schema that the formula wants, as `Operation.arguments` has them.
+    asks_cudnn: whether it also wants to know if cuDNN is enabled (`Operation.cudnn`).
     """
 
     cost: Formula
@@ -34,6 +35,7 @@ class OperatorClass(NamedTuple):
     tf32_setting: str = ""
     depends_on_strides: bool = False
     arguments: tuple[str, ...] = ()
+    asks_cudnn: bool = False
 
 
 def _moving(nbytes: Bytes, floor: float, kernels: int = 1, share: float = 1.0, host: float | None = 0.0) -> Formula:

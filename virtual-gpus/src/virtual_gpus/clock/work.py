@@ -25,11 +25,13 @@ class Operand(NamedTuple):
 
     @property
     def channels_last(self) -> bool:
-        """True if the channels of a pixel lie side by side and those of other pixels further apart.
-
-        A time needs no more. What takes memory asks as its kernel's C++ does: `conv.memory_format`, and batch norm.
-        """
-        return len(self.strides) > 2 and self.strides[1] == 1 < self.strides[-1]
+        """What C++ calls `suggest_memory_format`: True if the strides of images say so beyond doubt."""
+        least, order = 0, (1, *range(len(self.strides) - 1, 1, -1), 0)
+        for d in order if len(order) in (4, 5) and self.strides[1] else ():
+            if self.shape[d] == 0 or self.strides[d] < least or (d == 0 and least == self.strides[1]):
+                return False
+            least = self.strides[d] * self.shape[d]
+        return least > 0
 
     @property
     def leading(self) -> int:
@@ -65,8 +67,8 @@ class Cost(NamedTuple):
 
 class Operation(NamedTuple):
     """One operator: name, tensors, results, the GPU, the precision of its products ("fp32", ...), parts of a number
-    (2: complex), lengths of its lists (the first's tensors come first, those of one given twice once), if in place, and
-    arguments that its class names, if it has them: a tensor is True, a list a tuple."""
+    (2: complex), lengths of its lists (the first's tensors come first, those of one given twice once), if in place,
+    arguments that its class names, if it has them (a tensor is True, a list a tuple), and if cuDNN is enabled."""
 
     name: str
     inputs: tuple[Operand, ...]
@@ -77,6 +79,7 @@ class Operation(NamedTuple):
     lists: tuple[int, ...] = ()
     in_place: bool = False
     arguments: Mapping[str, Any] = MappingProxyType({})
+    cudnn: bool = True
 
     def reading(self, nbytes: float, share: float = 1.0) -> float:
         """See `GPUSpec.seconds_to_move`."""

@@ -24,11 +24,11 @@ from virtual_gpus.placement.storages import allocation_of, gpu_of, tensors_in
 from virtual_gpus.threads import this_thread
 
 Tensors, TensorList, Operands = Iterable[torch.Tensor], Sequence[torch.Tensor], tuple[Operand, ...]
-_Dtype, _More = torch.dtype, tuple[tuple[tuple[int, ...], ...], tuple[Any, ...], str]
+_Dtype, _More = torch.dtype, tuple[tuple[tuple[int, ...], ...], tuple[Any, ...], tuple[str, bool]]
 MaybeCall, Place = OpCall | KernelCall | None, VirtualGPU | None  # no place: the computer
 _PRECISION: dict[_Dtype, Format] = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float64: "fp64"}
 _kept: dict[Any, LaunchTimes] = {}
-_allows_tf32 = torch._C._get_fp32_precision_getter
+_allows_tf32, _cudnn_enabled = torch._C._get_fp32_precision_getter, torch._C._get_cudnn_enabled
 _grad_enabled, _Tensor = torch.is_grad_enabled, torch.Tensor
 # Not comprehensions: a call into Python per operator costs, and a generator that is cut short swallows a Ctrl-C.
 _form, _is_trained = attrgetter("shape", "dtype"), attrgetter("requires_grad")
@@ -193,12 +193,13 @@ def _filled(call: OpCall) -> list[torch.Tensor]:
 
 
 def _more(call: OpCall) -> _More:
-    """What some classes want to know beside shapes and types: strides, arguments, and what TF32 is set to."""
+    """What some classes want to know beside shapes and types: strides, arguments, what TF32 and cuDNN are set to."""
     op, strides = call.op, ()
     if op.row.cost.depends_on_strides:  # what has a storage of its own has strides
         strides = tuple(map(_stride if call.on_one_gpu else _strides, call.tensors))
-    setting = op.row.cost.tf32_setting
-    return strides, op.arguments and _arguments(call), setting and _allows_tf32("cuda", setting)
+    setting, asks_cudnn = op.row.cost.tf32_setting, op.row.cost.asks_cudnn
+    settings = setting and _allows_tf32("cuda", setting), asks_cudnn and _cudnn_enabled()
+    return strides, op.arguments and _arguments(call), settings
 
 
 def _arguments(call: OpCall) -> tuple[Any, ...]:
@@ -208,7 +209,9 @@ def _arguments(call: OpCall) -> tuple[Any, ...]:
 
 
 def _fact(value: Any) -> Any:
-    return tuple(map(_fact, value)) if isinstance(value, (list, tuple)) else isinstance(value, _Tensor) or value
+    if isinstance(value, (list, tuple)):
+        return tuple(value if _PLAIN.issuperset(map(type, value)) else map(_fact, value))
+    return isinstance(value, _Tensor) or value
 
 
 def _operands(
@@ -237,7 +240,7 @@ def _find(
     operation = Operation(
         op.base, inputs, outputs, gpu.spec, precision_of(op.row.cost.tf32_setting, dtypes),
         parts=1 + any(dtype.is_complex for dtype in dtypes), lists=lists, in_place=op.in_place,
-        arguments=dict(zip(op.arguments, arguments, strict=True)),
+        arguments=dict(zip(op.arguments, arguments, strict=True)), cudnn=_cudnn_enabled() or not op.row.cost.asks_cudnn,
     )  # fmt: skip
     needs = _kept[key] = times(gpu, op.row.cost.cost(operation), in_place=bool(op.written) and not lists)
     return needs

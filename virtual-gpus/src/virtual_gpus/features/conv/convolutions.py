@@ -1,19 +1,15 @@
 """Convolutions on CUDA: cuDNN with its workspaces, PyTorch's own kernels for the rest.
-
-Which library runs follows `_select_conv_backend` of aten/src/ATen/native/Convolution.cpp: PyTorch's own kernels for
-depthwise convolutions channels first, else cuDNN. Without it (`torch.backends.cudnn.enabled = False`) no workspace is
-modelled, as for the depthwise kernels. The order of blocks is that of aten/src/ATen/native/cudnn/ConvShared.cpp: packed
-copies, the result, the workspace; backward the input's gradient first, then the filters', then the bias's, each with a
-workspace of its own.
-A workspace that does not fit is no error: PyTorch then tries cuDNN's other kernels, which need less (Conv_v8.cpp).
+Which of them run says `convolution_choice`. The order of blocks is that of aten/src/ATen/native/cudnn/ConvShared.cpp:
+packed copies, the result, the workspace; backward the input's gradient first, then the filters', then the bias's, each
+with a workspace of its own. PyTorch's own kernels are modelled without one. A workspace that does not fit is no error:
+PyTorch then tries cuDNN's other kernels, which need less (Conv_v8.cpp).
 
 `torch.backends.cudnn.benchmark`: the first convolution of a shape tries all kernels, with the largest workspace among
-them, and empties the cache afterwards. That largest one is an estimate, by Winograd's numbers: no real GPU was asked.
-"""
+them, and empties the cache afterwards. That one is an estimate, by Winograd's numbers: no real GPU was asked."""
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import lru_cache
 
 import torch
@@ -21,48 +17,32 @@ from torch import Tensor
 
 from virtual_gpus import errors
 from virtual_gpus.clock.cost import OperatorClass
+from virtual_gpus.clock.work import Operand
 from virtual_gpus.dispatch.half_precision import MULTIPLIED, widened
 from virtual_gpus.dispatch.operators import OpCall, Row
 from virtual_gpus.dispatch.timing import precision_of
 from virtual_gpus.features.conv import convolution_costs, workspaces
+from virtual_gpus.features.conv.convolution_choice import choose
 from virtual_gpus.machine import Kept, VirtualGPU
 from virtual_gpus.memory.allocator import OutOfMemory
 from virtual_gpus.placement.storages import CHANNELS_LAST, ScratchBlock, nbytes, scratch
 
+MaybeTensor = Tensor | None
 
-def memory_format(tensor: Tensor) -> torch.memory_format:
-    """What C++ calls `suggest_memory_format`: channels last only if the strides say so beyond doubt."""
-    return _suggested(tensor.shape, tensor.stride())
+
+def _kernels(call: OpCall, x: Tensor, weight: Tensor) -> tuple[bool, torch.memory_format]:
+    """Whether they are cuDNN's, and how they want all tensors."""
+    transposed, cudnn = call["transposed"], torch._C._get_cudnn_enabled()
+    if transposed and cudnn:  # no time depends on this
+        cudnn = all(p < s for p, s in zip(call["output_padding"], call["stride"], strict=False))
+    images, filters = Operand(x.shape, x.itemsize, x.stride()), Operand(weight.shape, x.itemsize, weight.stride())
+    on_cudnn, last = choose(images, filters, transposed, call["groups"], cudnn)
+    return on_cudnn, CHANNELS_LAST[x.dim()] if last else torch.contiguous_format
 
 
 @lru_cache(maxsize=4096)
-def _suggested(sizes: torch.Size, strides: tuple[int, ...]) -> torch.memory_format:
-    least = 0
-    if len(strides) not in CHANNELS_LAST or strides[1] > strides[-1] or strides[1] == 0:
-        return torch.contiguous_format
-    for d in (1, *range(len(strides) - 1, 1, -1), 0):
-        if sizes[d] == 0 or strides[d] < least or (d == 0 and least == strides[1]):
-            return torch.contiguous_format
-        least = strides[d] * max(sizes[d], 1)
-    return CHANNELS_LAST[len(strides)]
-
-
-def _layout(first: Tensor, second: Tensor) -> torch.memory_format:
-    """Channels last if either tensor is (cudnn_conv_suggest_memory_format); never in double precision."""
-    if first.dtype == torch.float64:
-        return torch.contiguous_format
-    layout = memory_format(first)
-    return layout if layout is not torch.contiguous_format else memory_format(second)
-
-
-def _on_cudnn(call: OpCall, x: Tensor, weight: Tensor) -> bool:
-    """True if cuDNN computes; else kernels of PyTorch do."""
-    if not torch._C._get_cudnn_enabled():
-        return False
-    if call["transposed"]:
-        return all(p < s for p, s in zip(call["output_padding"], call["stride"], strict=False))
-    depthwise = call["groups"] > 1 and x.shape[1] == call["groups"]
-    return not depthwise or _layout(x, weight) is not torch.contiguous_format
+def _lies_last(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
+    return Operand(shape, 0, strides).channels_last
 
 
 def _shape(call: OpCall, x: Tensor, weight: Tensor, y: Tensor, layout: torch.memory_format) -> workspaces.Shape:
@@ -93,15 +73,8 @@ def _with_cudnn(gpu: VirtualGPU, step: workspaces.Step, shape: workspaces.Shape)
 
 def _try(gpu: VirtualGPU, size: int) -> None:
     if size:
-        try:
+        with suppress(OutOfMemory):  # another kernel needs less
             ScratchBlock(gpu, size)
-        except OutOfMemory:
-            return  # another kernel needs less
-
-
-def _laid_out(tensor: Tensor | None, layout: torch.memory_format) -> Tensor | None:
-    """The result in CUDA's order of channels; the CPU's kernels and the meta ones pick their own."""
-    return None if tensor is None else tensor.contiguous(memory_format=layout)
 
 
 def _packed(copies: ExitStack, gpu: VirtualGPU, tensor: Tensor, layout: torch.memory_format) -> None:
@@ -122,11 +95,10 @@ def convolution(call: OpCall) -> Tensor:
         raise RuntimeError("GET was unable to find an engine to execute this computation" if no_kernel else no_type)
     if call.op.written or not x.numel():  # `out=` decides the layout itself; nothing in, nothing to do
         return call.run()
-    result, on_cudnn = call.compute(), _on_cudnn(call, x, weight)
-    layout = _layout(x, weight) if on_cudnn else torch.contiguous_format
+    result, (on_cudnn, layout) = call.compute(), _kernels(call, x, weight)
     with ExitStack() as copies:
         _packed(copies, call.gpu, x, layout)
-        result = call.place(_laid_out(result, layout))
+        result = call.place(result.contiguous(memory_format=layout))  # the CPU's picks its own
         _packed(copies, call.gpu, weight, layout)
         if on_cudnn:
             step = workspaces.data_gradient if call["transposed"] else workspaces.forward
@@ -137,30 +109,30 @@ def convolution(call: OpCall) -> Tensor:
 # ---- backward ------------------------------------------------------------------------------------------------------
 
 
-def convolution_backward(call: OpCall) -> tuple[Tensor | None, ...]:
+def convolution_backward(call: OpCall) -> tuple[MaybeTensor, ...]:
     """`aten::convolution_backward`: gradients of input, filters and bias, as `output_mask` asks."""
     x, weight = call["input"], call["weight"]
     if call.op.written or not x.numel():
         return call.run()
-    results = call.compute()
-    gradients = _cudnn_gradients if _on_cudnn(call, x, weight) else _depthwise_gradients
-    return (*gradients(call, results[0], results[1]), call.place(results[2]))
+    results, (on_cudnn, layout) = call.compute(), _kernels(call, x, weight)
+    for_x, for_weight = (None if made is None else made.contiguous(memory_format=layout) for made in results[:2])
+    (_cudnn_gradients if on_cudnn else _own_gradients)(call, for_x, for_weight, layout)
+    return for_x, for_weight, call.place(results[2])
 
 
-def _cudnn_gradients(call: OpCall, for_x: Tensor | None, for_weight: Tensor | None) -> tuple[Tensor | None, ...]:
+def _cudnn_gradients(call: OpCall, for_x: MaybeTensor, for_weight: MaybeTensor, layout: torch.memory_format) -> None:
     """Two calls of cuDNN. Each copies what is not packed for itself, and frees its copies."""
-    grad, x, weight = call["grad_output"], call["input"], call["weight"]
-    layout = _layout(x, weight)
+    gpu, grad, x, weight = call.gpu, call["grad_output"], call["input"], call["weight"]
     shape = _shape(call, x, weight, grad, layout)
-    gpu, for_x, for_weight = call.gpu, _laid_out(for_x, layout), _laid_out(for_weight, layout)
     # `grad.to(memory_format)` compares what strides suggest, so a gradient that was expanded from one number passes as
     # packed, and each call copies it anew. A transposed convolution's backward asks for `contiguous` instead.
-    packed = call["transposed"] or memory_format(grad) is not memory_format(x)
+    last = _lies_last(x.shape, x.stride())
+    packed = call["transposed"] or _lies_last(grad.shape, grad.stride()) is not last
     with ExitStack() as copies, ExitStack() as held:
         if for_weight is not None:
             _packed(held, gpu, x, layout)
         if packed:
-            _packed(held, gpu, grad, memory_format(x))
+            _packed(held, gpu, grad, CHANNELS_LAST[x.dim()] if last else torch.contiguous_format)
         if for_x is not None:
             call.place(for_x)
             _packed(copies, gpu, weight, layout)
@@ -173,17 +145,14 @@ def _cudnn_gradients(call: OpCall, for_x: Tensor | None, for_weight: Tensor | No
                 _packed(copies, gpu, grad, layout)
             call.place(for_weight)
             _with_cudnn(gpu, workspaces.weight_gradient, shape)
-    return for_x, for_weight
 
 
-def _depthwise_gradients(call: OpCall, for_x: Tensor | None, for_weight: Tensor | None) -> tuple[Tensor | None, ...]:
+def _own_gradients(call: OpCall, for_x: MaybeTensor, for_weight: MaybeTensor, layout: torch.memory_format) -> None:
     """PyTorch's own kernels (DepthwiseConv2d.cu, DepthwiseConv3d.cu): filters first, no workspace."""
-    for_x, for_weight = (_laid_out(gradient, torch.contiguous_format) for gradient in (for_x, for_weight))
     with ExitStack() as copies:
-        _packed(copies, call.gpu, call["grad_output"], torch.contiguous_format)
-        _packed(copies, call.gpu, call["input"], torch.contiguous_format)
+        _packed(copies, call.gpu, call["grad_output"], layout)
+        _packed(copies, call.gpu, call["input"], layout)
         call.place((for_weight, for_x))
-    return for_x, for_weight
 
 
 def weight_elsewhere(call: OpCall, name: str, common: torch.device, device: torch.device) -> RuntimeError | None:
@@ -197,11 +166,10 @@ def weight_elsewhere(call: OpCall, name: str, common: torch.device, device: torc
     return RuntimeError(f"Input type ({types[0]}) and weight type ({types[1]}) should be the same")
 
 
-_TIMES, _TIMES_BACKWARD = (
-    OperatorClass(formula, is_fusible=False, tf32_setting="conv", depends_on_strides=True, arguments=("transposed",))
-    for formula in (convolution_costs.forward, convolution_costs.backward)
-)
+_TIMES = OperatorClass(convolution_costs.forward, is_fusible=False, tf32_setting="conv", depends_on_strides=True)
+_FORWARD = _TIMES._replace(arguments=("transposed", "groups"), asks_cudnn=True)
+_BACKWARD = _FORWARD._replace(cost=convolution_costs.backward, arguments=(*_FORWARD.arguments, "output_mask"))
 OPERATORS = {
-    "convolution": Row(_TIMES, convolution, cpu_kernel=widened, mixture=weight_elsewhere),
-    "convolution_backward": Row(_TIMES_BACKWARD, convolution_backward, cpu_kernel=widened),
+    "convolution": Row(_FORWARD, convolution, cpu_kernel=widened, mixture=weight_elsewhere),
+    "convolution_backward": Row(_BACKWARD, convolution_backward, cpu_kernel=widened),
 }

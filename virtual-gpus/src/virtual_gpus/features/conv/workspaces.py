@@ -1,10 +1,8 @@
 """Workspaces of cuDNN's convolutions: sizes from shapes, no torch.
-
 cuDNN picks one of its kernels by a heuristic that is not published; a workspace holds what that kernel needs. So the
 rules below are an estimate. Their kinds of buffers (layout copies, partial sums, tiles of Winograd's and of Fourier's
 transform, tables of offsets) follow from how such kernels work; when which is used, and all constants, were chosen on
-cases measured on an H200. figures.toml tells which, what each rule rests on, and what is known to be off.
-"""
+cases measured on an H200. figures.toml tells which, what each rule rests on, and what is known to be off."""
 
 from __future__ import annotations
 
@@ -14,6 +12,7 @@ from typing import NamedTuple
 
 from virtual_gpus import figures
 from virtual_gpus.arithmetic import ceil_div, rounded_up
+from virtual_gpus.features.conv.convolution_choice import is_depthwise
 
 _WINOGRAD_TILE = 4  # outputs per side; 6x6 numbers each, once transformed
 _FOURIER_TILE = 32  # numbers per side
@@ -47,18 +46,13 @@ class Shape(NamedTuple):
         """Output pixels of the whole batch."""
         return self.batch * prod(self.output)
 
-    @property
-    def is_depthwise(self) -> bool:
-        """Every input channel has filters of its own."""
-        return self.groups > 1 and self.groups == self.channels and self.filters % self.channels == 0
-
 
 Step = Callable[[Shape], int]  # of a convolution: gives the bytes of its workspace
 
 
 def forward(shape: Shape) -> int:
     """Bytes of the forward's workspace (the input gradient's, of a transposed convolution)."""
-    if shape.is_depthwise:
+    if is_depthwise(shape.groups, shape.channels):
         return 0
     if not shape.tensor_cores:
         return _offsets(shape)
@@ -77,7 +71,7 @@ def _turns_output(shape: Shape) -> bool:
 
 def data_gradient(shape: Shape) -> int:
     """Bytes of the input gradient's workspace (the forward's, of a transposed convolution)."""
-    if shape.is_depthwise or not shape.tensor_cores:
+    if is_depthwise(shape.groups, shape.channels) or not shape.tensor_cores:
         return 0
     pointwise, to_one_pixel = prod(shape.kernel) == 1, prod(shape.output) == 1
     if pointwise and not shape.strided:
@@ -98,16 +92,13 @@ def _sums_of_one_pixel(shape: Shape) -> int:
 
 def weight_gradient(shape: Shape) -> int:
     """Bytes of the filter gradient's workspace."""
-    if shape.is_depthwise:
+    if is_depthwise(shape.groups, shape.channels):
         return 0
     if not shape.tensor_cores or prod(shape.output) == 1 < prod(shape.kernel):
         return _offsets(shape)
-    if _takes_winograd(shape):
-        return _winograd(shape)
-    if _takes_fourier(shape):
-        return _fourier(shape)
-    if _takes_sums(shape):
-        return _sums(shape)
+    for takes, nbytes in ((_takes_winograd, _winograd), (_takes_fourier, _fourier), (_takes_sums, _sums)):
+        if takes(shape):
+            return nbytes(shape)
     padded = _whole_vectors(shape)
     parts = _parts(shape, padded)
     filters = shape.filters * padded // shape.groups * prod(shape.kernel)
@@ -129,21 +120,18 @@ def _copies(*sizes: int) -> int:
 
 def _input(shape: Shape, padded: int) -> int:
     """A copy of the input, unless it is in order already."""
-    if padded == shape.channels and (shape.channels_last or prod(shape.image) == 1):
-        return 0
-    return shape.batch * padded * prod(shape.image) * shape.itemsize
+    is_ready = padded == shape.channels and (shape.channels_last or prod(shape.image) == 1)
+    return 0 if is_ready else shape.batch * padded * prod(shape.image) * shape.itemsize
 
 
 def _output(shape: Shape) -> int:
-    if shape.channels_last or prod(shape.output) == 1:
-        return 0
-    return shape.pixels * shape.filters * shape.itemsize
+    is_ready = shape.channels_last or prod(shape.output) == 1
+    return 0 if is_ready else shape.pixels * shape.filters * shape.itemsize
 
 
 def _filters(shape: Shape, padded: int) -> int:
-    if padded == shape.channels and (shape.channels_last or prod(shape.kernel) == 1):
-        return 0
-    return shape.filters * padded // shape.groups * prod(shape.kernel) * shape.itemsize
+    is_ready = padded == shape.channels and (shape.channels_last or prod(shape.kernel) == 1)
+    return 0 if is_ready else shape.filters * padded // shape.groups * prod(shape.kernel) * shape.itemsize
 
 
 def _whole_vectors(shape: Shape) -> int:

@@ -13,7 +13,7 @@ from virtual_gpus.clock.cost import FITTED, READS_AND_WRITES, OperatorClass, byt
 from virtual_gpus.clock.work import Cost, Operation
 from virtual_gpus.dispatch.operators import OpCall, Row
 from virtual_gpus.features.recipes import not_deterministic
-from virtual_gpus.features.recipes.packed_inputs import channels_first_copy, packed, run_packed
+from virtual_gpus.features.recipes.packed_inputs import channels_first_copy, packed, packed_copies
 from virtual_gpus.features.recipes.reductions import take_buffers
 from virtual_gpus.placement.storages import StorageAllocation, nbytes, put
 
@@ -23,7 +23,7 @@ _NO_REDUCTION = 0  # at::Reduction::None
 def nll_loss_of_images(call: OpCall) -> torch.Tensor | tuple[torch.Tensor, ...]:
     """The loss of classes, for images of scores. A loss per pixel takes any strides (cuda/NLLLoss2d.cu)."""
     inputs = ("self", "target") if call.op.base.endswith("forward") else ("target",)
-    return run_packed(call, () if call["reduction"] == _NO_REDUCTION else inputs, channels_first_copy)
+    return call.run(*packed_copies(call, () if call["reduction"] == _NO_REDUCTION else inputs, channels_first_copy))
 
 
 def _nll_cost(operation: Operation) -> Cost:

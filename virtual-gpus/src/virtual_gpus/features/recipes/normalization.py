@@ -1,24 +1,25 @@
 """Temporaries of normalization layers on CUDA, and how long some of them take. Layer norm adds up the gradients of its
 parameters in two steps when there are very many rows (layer_norm_kernel.cu in aten/src/ATen/native/cuda). Group norm
 keeps a scale and a shift per channel (group_norm_kernel.cu). Batch norm over channels that lie together, (N, C) or
-channels_last, adds up partial sums in GPU memory (Normalization.cuh); cuDNN's, for (N, C, H, W), needs nothing beyond a
-packed gradient."""
+channels_last, adds up partial sums in GPU memory (Normalization.cuh)."""
 
 from __future__ import annotations
 
+from functools import lru_cache
 from math import prod
 
 import torch
 
 from virtual_gpus.arithmetic import ceil_div, power_of_2
 from virtual_gpus.clock.cost import FITTED, OperatorClass, moves
-from virtual_gpus.clock.work import Cost, Operation
+from virtual_gpus.clock.work import Cost, Operand, Operation
 from virtual_gpus.dispatch.operators import OpCall, Row
 from virtual_gpus.features.recipes.packed_inputs import packed_copies
 from virtual_gpus.placement.storages import StorageAllocation, put
 
 _MANY_ROWS = 64 * 1024
-_LAST_BLOCK, _ELEMENTS_PER_THREAD = 512, 16  # of the channels-last kernels
+# MAX_BLOCK_SIZE, ELEMENTS_PER_THREAD, OPTIMAL_TILE_W, MAX_H_BLOCK of channels-last kernels; the fewest blocks that pay
+_LAST_BLOCK, _ELEMENTS_PER_THREAD, _TILE_WIDTH, _MOST_BLOCKS, _LEAST_BLOCKS = 512, 16, 32, 128, 8
 
 
 def layer_norm(call: OpCall) -> tuple[torch.Tensor, ...]:
@@ -57,63 +58,73 @@ def group_norm_backward(call: OpCall) -> tuple[torch.Tensor, ...]:
         return call.run(*[channels] * (2 if call["weight"] is None else 3), groups, groups)
 
 
+@lru_cache(maxsize=4096)
+def choose(
+    images: Operand, weight: int, bf16: bool, cudnn: bool, training: bool, mask: tuple[bool, ...]
+) -> tuple[bool, bool, bool]:
+    """What CUDA takes for a batch norm: cuDNN, or PyTorch's own kernels; those for channels that lie together, or not;
+    those that add up over a channel, or not. `_select_batch_norm_backend` (aten/src/ATen/native/Normalization.cpp)
+    decides about the first, cuda/Normalization.cu about the others.
+
+    weight: bytes of one of its numbers, 0 if there is none. cudnn: if it is enabled. mask: of a backward pass, which is
+    never cuDNN's in evaluation (tools/autograd/derivatives.yaml).
+    """
+    fits = not bf16 and (weight == 4 or (weight > 0 and images.itemsize > 2))
+    on_cudnn = cudnn and fits and len(images.shape) > 2 and (training or not mask)
+    return on_cudnn, images.channels_last if on_cudnn else _lies_last(images), training or any(mask[1:])
+
+
+def _lies_last(images: Operand) -> bool:
+    """As `batch_norm_use_channels_last_kernels` asks: (N, C) and single pixels too, which cuDNN takes for plain."""
+    return images.channels_last or (images.strides[1] == 1 == prod(images.shape[2:]) and images.nbytes > 0)
+
+
 def batch_norm(call: OpCall) -> tuple[torch.Tensor, ...]:
-    """cuDNN's for (N, C, ...), PyTorch's own kernels for (N, C), half types with half weights and channels_last."""
-    tensor = call["input"]
-    adds = call["training"] and not _cudnn(tensor, call["weight"]) and _channels_last(tensor)
-    return call.run(*_partial_sums(tensor, 4) if adds else ())
-
-
-def batch_norm_backward(call: OpCall) -> tuple[torch.Tensor, ...]:
-    """cuDNN wants a packed gradient; the kernels for channels that lie together take partial sums."""
-    tensor = call["input"]
-    if _cudnn(tensor, call["weight"]):
-        with call.scratch(*packed_copies(call, ("grad_out",))):
+    """And backward. cuDNN wants a packed gradient; kernels for channels that lie together take partial sums."""
+    tensor, weight, backward = call["input"], call["weight"], "train" in call.op.positions
+    training, mask = (call["train"], tuple(call["output_mask"])) if backward else (call["training"], ())
+    how = tensor.dtype == torch.bfloat16, torch._C._get_cudnn_enabled(), training, mask
+    images = Operand(tensor.shape, tensor.itemsize, tensor.stride())
+    on_cudnn, last, adds = choose(images, 0 if weight is None else weight.itemsize, *how)
+    if on_cudnn or not (last and adds):
+        with call.scratch(*packed_copies(call, ("grad_out",) if on_cudnn and backward else ())):
             return call.run()
-    adds = call["train"] and _channels_last(tensor) and _channels_last(call["grad_out"])
-    return call.run(*_partial_sums(tensor, 2) if adds else ())
-
-
-def _cudnn(tensor: torch.Tensor, weight: torch.Tensor | None) -> bool:
-    """PyTorch's conditions for cuDNN (aten/src/ATen/native/Normalization.cpp, _select_batch_norm_backend)."""
-    if not torch._C._get_cudnn_enabled() or weight is None or tensor.dtype == torch.bfloat16 or tensor.dim() < 3:
-        return False
-    return tensor.dtype != torch.float16 or weight.dtype == torch.float32
-
-
-def _channels_last(tensor: torch.Tensor) -> bool:
-    """As `batch_norm_use_channels_last_kernels` asks: (N, C) too, which `suggest_memory_format` takes for plain."""
-    return tensor.stride(1) == 1 and tensor.numel() > 0 and (tensor.dim() == 2 or not tensor.is_contiguous())
+    grad = call["grad_out"] if backward else tensor
+    in_rows = _lies_last(Operand(grad.shape, grad.itemsize, grad.stride()))
+    return call.run(*_partial_sums(tensor, 2 if backward else 4) if in_rows else ())
 
 
 def _partial_sums(tensor: torch.Tensor, per_block: int) -> tuple[int, ...]:
     """Bytes of `per_block` floats per channel and thread block, and a semaphore per column of blocks, which share a
-    channel (flexible_launch_configs: at least 16 rows per thread, at most 128 blocks)."""
+    channel (flexible_launch_configs)."""
     channels = tensor.shape[1]
-    rows, width = tensor.numel() // channels, min(power_of_2(channels), 32)
+    rows, width = tensor.numel() // channels, min(power_of_2(channels), _TILE_WIDTH)
     height = min(power_of_2(ceil_div(rows, _ELEMENTS_PER_THREAD)), _LAST_BLOCK // width)
-    blocks = min(128, ceil_div(rows, height * _ELEMENTS_PER_THREAD))
-    return (per_block * channels * blocks * 4, ceil_div(channels, 32) * 4) if blocks >= 8 else ()  # fewer do not pay
+    blocks = min(_MOST_BLOCKS, ceil_div(rows, height * _ELEMENTS_PER_THREAD))
+    sizes = per_block * channels * blocks * 4, ceil_div(channels, _TILE_WIDTH) * 4
+    return sizes if blocks >= _LEAST_BLOCKS else ()
 
 
 def _batch_norm_cost(operation: Operation) -> Cost:
     """A block of threads per channel: few channels leave the GPU half idle, unless the channels are last."""
-    training = operation.arguments.get("training")  # which the operator of a backward pass does not have
-    if training is False:
+    arguments, fitted = operation.arguments, FITTED["batch_norm"]
+    mask = arguments.get("output_mask", ())
+    training, backward = arguments["train" if mask else "training"], len(mask) > 0
+    images, weight = operation.inputs[backward], operation.inputs[backward + 1].itemsize if arguments["weight"] else 0
+    settings = operation.precision == "bf16", operation.cudnn, training, mask
+    on_cudnn, last, adds = choose(images, weight, *settings)
+    if not adds:
         return _EVALUATION.cost(operation)
-    backward = training is None
-    images, fitted = operation.inputs[backward], FITTED["batch_norm"]
-    channels = images.shape[1] if len(images.shape) > 1 else 1
+    channels, processors = images.shape[1], operation.spec.multi_processor_count
     direction = FITTED["batch_norm_backward" if backward else "batch_norm_forward"]
-    waves = channels / operation.spec.multi_processor_count
-    if operation.precision == "bf16" and len(images.shape) > 2 and not images.channels_last:
+    if not (on_cudnn or last):
         # PyTorch's own kernels: a block of threads goes through the pieces of its channel one after the other
-        chain = direction["chain"] + direction["per_number"] * (images.nbytes / 2 / channels)
-        kernels = fitted["chain"] + max(1.0, waves) * chain
+        chain = direction["chain"] + direction["per_number"] * (images.nbytes / images.itemsize / channels)
+        kernels = fitted["chain"] + max(1.0, channels / processors) * chain
         return Cost(kernels * operation.kernel + operation.reading(images.nbytes), 3)
     share = direction["share_channels_last"]
-    if not images.channels_last:
-        busy = channels / (fitted["waves"] * operation.spec.multi_processor_count)
+    if not last:
+        busy = channels / (fitted["waves"] * processors)
         share = min(1.0, max(fitted["least"], busy)) * direction["share"]
     return Cost(fitted["floor"] * operation.kernel + operation.reading(images.nbytes * (2 + backward), share), 1)
 
@@ -127,12 +138,13 @@ def _group_norm_cost(operation: Operation) -> Cost:
 
 
 _EVALUATION = moves("copied_in", lambda operation: 2 * operation.outputs[0].nbytes)  # reads and writes once
-_BATCH_NORM = OperatorClass(_batch_norm_cost, depends_on_strides=True, arguments=("training",))
+_FORWARD = OperatorClass(_batch_norm_cost, depends_on_strides=True, arguments=("weight", "training"), asks_cudnn=True)
+_BACKWARD = _FORWARD._replace(arguments=("weight", "train", "output_mask"))
 OPERATORS = {
     "native_layer_norm": Row(moves("layer_norm"), layer_norm),
     "native_layer_norm_backward": Row(moves("layer_norm_backward"), layer_norm_backward),
     "native_group_norm": Row(OperatorClass(_group_norm_cost), group_norm),
     "native_group_norm_backward": Row(moves("group_norm_backward"), group_norm_backward),
-    "native_batch_norm": Row(_BATCH_NORM, batch_norm),
-    "native_batch_norm_backward": Row(_BATCH_NORM, batch_norm_backward),
+    "native_batch_norm": Row(_FORWARD, batch_norm),
+    "native_batch_norm_backward": Row(_BACKWARD, batch_norm),
 }

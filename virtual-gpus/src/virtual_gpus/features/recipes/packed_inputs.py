@@ -6,7 +6,6 @@ one number, as after `loss.sum()`. Sources: `contiguous` and `expect_contiguous`
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 
 import torch
 
@@ -34,11 +33,6 @@ def packed_copies(call: OpCall, names: tuple[str, ...], copy_of: _CopyBytes = pa
     return [size for name in names if (size := copy_of(call[name]))]
 
 
-def run_packed(call: OpCall, names: tuple[str, ...], copy_of: _CopyBytes = packed_copy) -> _Result:
-    """Run a kernel that has its results first, then copies of the named inputs."""
-    return call.run(*packed_copies(call, names, copy_of))
-
-
 def packed(*names: str, copy_of: _CopyBytes = packed_copy) -> Callable[[OpCall], _Result]:
-    """The recipe of a kernel that wants these inputs packed. names: in the order of their copies."""
-    return partial(run_packed, names=names, copy_of=copy_of)
+    """The recipe of a kernel that has its results first, then packed copies. names: of inputs, in their order."""
+    return lambda call: call.run(*packed_copies(call, names, copy_of))

@@ -1,0 +1,27 @@
+"""Which kernels CUDA takes for a convolution, for its memory and its time: cuDNN's or PyTorch's own. No torch here.
+The rules are those of `_select_conv_backend` in aten/src/ATen/native/Convolution.cpp: PyTorch's own kernels for
+depthwise convolutions channels first, and for all without cuDNN (`torch.backends.cudnn.enabled = False`)."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from virtual_gpus.clock.work import Operand
+
+
+def is_depthwise(groups: int, channels: int) -> bool:
+    """Every channel has filters of its own. channels: of the images, those that a transposed convolution makes."""
+    return groups > 1 and groups == channels
+
+
+@lru_cache(maxsize=4096)
+def choose(images: Operand, filters: Operand, transposed: bool, groups: int, cudnn: bool) -> tuple[bool, bool]:
+    """Whether cuDNN computes, and whether all tensors are to have the channels last.
+
+    images, filters: `input` and `weight` of the operator, with strides. cudnn: if it is enabled, and knows such ones.
+    """
+    own = not transposed and is_depthwise(groups, images.shape[1])
+    # One is enough, but never in double precision (`cudnn_conv_suggest_memory_format` in ConvUtils.h).
+    last = images.itemsize < 8 and (images.channels_last or filters.channels_last)
+    on_cudnn = cudnn and (last or not own)
+    return on_cudnn, on_cudnn and last
