@@ -96,7 +96,7 @@ def test_costs_grow_with_size_up_to_the_data_sheet_and_words_that_do_not_fit_int
             less, more = (cost(name, [Operand((n, n), 4)] * 2, [Operand((n, n), 4)], card).seconds for n in (512, 4096))
             assert 0 < less < more < math.inf
         for precision in ("fp32", "fp16", "bf16", "fp64"):
-            assert 2 * 8192**3 / product(card, precision=precision) < getattr(card.flops, precision)
+            assert 2 * 8192**3 / product(card, precision=precision) < card.flops_of(precision)
 
     def seconds(words, precision="bf16", size=2):
         hidden, table = Operand((8192, 768), size), Operand((words, 768), size, (768, 1))

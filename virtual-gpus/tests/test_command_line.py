@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from forks import command
 from virtual_gpus.__main__ import parse
-from virtual_gpus.testing.network import interface
+from virtual_gpus.testing.child import interface
 
 ROOT = str(Path(__file__).resolve().parents[1] / "src")
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from virtual_gpus import active_machine, virtual_gpus
 from virtual_gpus.features.distributed import process_groups
 from virtual_gpus.processes import shared_memory
-from virtual_gpus.testing import RankError, network, run, run_ranks
+from virtual_gpus.testing import RankError, child, run, run_ranks
 from virtual_gpus.testing.hosts import TORCHRUN, run_hosts
 from waiting import until
 
@@ -302,7 +302,7 @@ def test_the_network_of_other_systems(system, name, monkeypatch):
     monkeypatch.setattr(sys, "platform", system)
     for variable in ("GLOO_SOCKET_IFNAME", "USE_LIBUV"):
         monkeypatch.delenv(variable, raising=False)
-    assert network.interface() == {"GLOO_SOCKET_IFNAME": name} and network.has_libuv() == (system != "win32")
+    assert child.interface() == {"GLOO_SOCKET_IFNAME": name} and child.has_libuv() == (system != "win32")
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth9")
     monkeypatch.setenv("USE_LIBUV", "1")
-    assert network.interface() == {} and network.has_libuv()
+    assert child.interface() == {} and child.has_libuv()

@@ -104,7 +104,7 @@ def main(arguments: list[str] | None = None) -> None:
 def _stay_on_this_machine() -> None:
     """Let gloo use the loopback interface if torchrun has started all ranks here."""
     if os.environ.get("WORLD_SIZE") and os.environ["WORLD_SIZE"] == os.environ.get("LOCAL_WORLD_SIZE"):
-        from virtual_gpus.testing.network import interface  # here, because only ranks need it
+        from virtual_gpus.testing.child import interface  # here, because only ranks need it
 
         os.environ.update(interface())
 

@@ -12,7 +12,7 @@ import functools
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from virtual_gpus import figures
 
@@ -69,6 +69,9 @@ class LinkSpec:
 
 
 LINKS = {name: LinkSpec(**link) for name, link in figures.read("links.toml")["links"].items()}
+
+
+Precision = Literal["fp64", "fp32", "tf32", "fp16", "bf16"]
 
 
 class Flops(NamedTuple):
@@ -148,6 +151,10 @@ class GPUSpec:
     def core_clock(self) -> float:
         """Cycles per second at boost: the data sheet's fp32 peak over two operations per core and cycle."""
         return self.flops.fp32 / (2 * self.cores * self.multi_processor_count)
+
+    def flops_of(self, precision: Precision) -> float:
+        """Those of `flops` in this precision."""
+        return getattr(self.flops, precision)
 
     def seconds_to_move(self, nbytes: float, share: float = 1.0) -> float:
         """Seconds to read or write bytes in the GPU's memory, at a share (0 to 1) of the speed of an addition."""

@@ -26,7 +26,7 @@ from virtual_gpus.processes.shared_memory import FOLDER, SharedMemoryRegistry
 from virtual_gpus.settings import Settings
 from virtual_gpus.threads import OfEachThread
 
-T = TypeVar("T")
+Value = TypeVar("Value")
 _CONTEXTS_THAT_FIT = 8  # chosen: at least, into a GPU's memory: one that a test makes small keeps room for tensors
 
 
@@ -210,18 +210,18 @@ class VirtualMachine:
         return f"{len(self.slots)}x{''.join(filter(str.isalnum, self.slots[0].spec.kind))}x{self.slots[0].memory}"
 
 
-class Kept(Generic[T]):
+class Kept(Generic[Value]):
     """What a feature keeps for each GPU or machine. It goes when that goes. make: is given the GPU or machine."""
 
-    def __init__(self, make: Callable[[Any], T]):
+    def __init__(self, make: Callable[[Any], Value]):
         self._make = make
 
-    def of(self, owner: VirtualGPU | VirtualMachine) -> T:
+    def of(self, owner: VirtualGPU | VirtualMachine) -> Value:
         """That of `owner`, made when it is first asked for."""
-        found = owner.feature_state.get(self)
-        return owner.feature_state.setdefault(self, self._make(owner)) if found is None else found
+        value = owner.feature_state.get(self)
+        return owner.feature_state.setdefault(self, self._make(owner)) if value is None else value
 
-    def made(self, owner: VirtualGPU | VirtualMachine) -> T | None:
+    def existing(self, owner: VirtualGPU | VirtualMachine) -> Value | None:
         """The same; None if nothing has asked for it yet."""
         return owner.feature_state.get(self)
 

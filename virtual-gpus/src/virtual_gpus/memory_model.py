@@ -202,13 +202,13 @@ def _merged(shape: Ints, strides: Ints, reduced: Sequence[int]) -> tuple[list[_D
 
 
 def _joined(dims: Sequence[_Dim]) -> list[_Dim]:
-    found: list[_Dim] = []
+    joined: list[_Dim] = []
     for length, stride in dims:
-        if found and found[-1][0] * found[-1][1] == stride:
-            found[-1] = (found[-1][0] * length, found[-1][1])
+        if joined and joined[-1][0] * joined[-1][1] == stride:
+            joined[-1] = (joined[-1][0] * length, joined[-1][1])
         else:
-            found.append((length, stride))
-    return found
+            joined.append((length, stride))
+    return joined
 
 
 def _output_vector(inner: Sequence[_Dim], outer: Sequence[_Dim]) -> int:

@@ -108,10 +108,10 @@ def search(arguments: list[str], options: argparse.Namespace) -> None:
 
     def fits(number: int) -> bool:
         if number not in tried:
-            tried[number] = found = _try(arguments, options, number)
-            print(f"{number}: {found['verdict']}: {found['why']}", flush=True)
-            if found["exit_code"] not in (FITS, DOES_NOT_FIT):
-                raise SystemExit(found["exit_code"])
+            tried[number] = outcome = _try(arguments, options, number)
+            print(f"{number}: {outcome['verdict']}: {outcome['why']}", flush=True)
+            if outcome["exit_code"] not in (FITS, DOES_NOT_FIT):
+                raise SystemExit(outcome["exit_code"])
         return tried[number]["exit_code"] == FITS
 
     best, number = 0, low
@@ -132,8 +132,8 @@ def _end(options: argparse.Namespace, best: int, tried: dict[int, dict[str, Any]
     """Say what a search has found, and exit. best: 0 if nothing fits. none: what is said then."""
     low, high = options.search
     if options.json is not None:
-        found = {which: best or None, "tried": {str(key): tried[key] for key in sorted(tried)}}
-        write_whole(options.json, json.dumps(found, indent=2) + "\n")
+        outcome = {which: best or None, "tried": {str(key): tried[key] for key in sorted(tried)}}
+        write_whole(options.json, json.dumps(outcome, indent=2) + "\n")
     if not best:
         print(f"{_WORDS[DOES_NOT_FIT]}: {none}.")
         raise SystemExit(DOES_NOT_FIT)
@@ -146,7 +146,7 @@ def _try(arguments: list[str], options: argparse.Namespace, number: int) -> dict
     """What `plan` says with this number. Raises SystemExit if it ends without a verdict."""
     options_before = len(arguments) - len(options.arguments)
     ours, theirs = arguments[:options_before], options.arguments
-    ours, theirs = ([each.replace(_PLACE, str(number)) for each in words] for words in (ours, theirs))
+    ours, theirs = ([word.replace(_PLACE, str(number)) for word in words] for words in (ours, theirs))
     for name in ("--search", "--json"):
         ours = _without(ours, name)
     with tempfile.TemporaryDirectory() as folder:
@@ -163,11 +163,11 @@ def _try(arguments: list[str], options: argparse.Namespace, number: int) -> dict
 
 def _without(arguments: list[str], name: str) -> list[str]:
     """Without an option and its value, "--name value" or "--name=value"."""
-    kept = [argument for argument in arguments if not argument.startswith(f"{name}=")]
-    if name in kept:
-        index = kept.index(name)
-        del kept[index : index + 2]
-    return kept
+    others = [argument for argument in arguments if not argument.startswith(f"{name}=")]
+    if name in others:
+        index = others.index(name)
+        del others[index : index + 2]
+    return others
 
 
 def run(program: Callable[[], None], options: argparse.Namespace) -> None:
@@ -187,7 +187,8 @@ def run(program: Callable[[], None], options: argparse.Namespace) -> None:
     error_of_time = [KNOWN_ERROR] if report.step_seconds is not None else []
     print("\n".join(["", str(report), *_activations(report), *error_of_time, str(verdict)]), flush=True)
     if options.json is not None:
-        _write(options.json, report, verdict)
+        outcome: dict[str, Any] = {"verdict": _WORDS[verdict.exit_code], **asdict(verdict), "report": asdict(report)}
+        write_whole(options.json, json.dumps(outcome, indent=2) + "\n")
     raise SystemExit(verdict.exit_code)
 
 
@@ -219,9 +220,9 @@ def judge(report: TrainingReport, error: BaseException | None, limit: int | None
 
 def _activations(report: TrainingReport) -> list[str]:
     """The modules that hold most activations at the peak. Empty if none does."""
-    found = list(report.by_module.items())
-    others = sum(size for _, size in found[_MOST_MODULES:])
-    rows = [(name, format_bytes(size)) for name, size in found[:_MOST_MODULES] + [("others", others)] * bool(others)]
+    modules = list(report.by_module.items())
+    others = sum(size for _, size in modules[_MOST_MODULES:])
+    rows = [(name, format_bytes(size)) for name, size in modules[:_MOST_MODULES] + [("others", others)] * bool(others)]
     width = max((len(name) for name, _ in rows), default=0)
     return ["activations, by module"][: len(rows)] + [f"    {name:<{width}}  {size}" for name, size in rows]
 
@@ -233,8 +234,3 @@ def _line(error: BaseException) -> str:
         return "an unknown line"
     file, line = next((step for step in reversed(steps) if is_of_program(step[0])), steps[0])
     return f"{Path(file).name}:{line}"
-
-
-def _write(path: Path, report: TrainingReport, verdict: Verdict) -> None:
-    found: dict[str, Any] = {"verdict": _WORDS[verdict.exit_code], **asdict(verdict), "report": asdict(report)}
-    write_whole(path, json.dumps(found, indent=2) + "\n")

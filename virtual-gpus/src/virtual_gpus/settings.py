@@ -17,7 +17,6 @@ from virtual_gpus.clock.measured import Measured, load
 from virtual_gpus.gpus import GPUSpec, kinds, parse_bytes, spec
 from virtual_gpus.versions import NEWEST, OLDEST, Version, parse_version
 
-_COMPILE = ("eager", "modelled")
 INSTALLED: Version = int(torch.__version__.split(".")[0]), int(torch.__version__.split(".")[1])
 
 
@@ -99,7 +98,7 @@ class Settings:
         '"modelled": `help("virtual_gpus.features.compile.fusion")`',
         "--compile",
         feature="compile",
-        choices=_COMPILE,
+        choices=("eager", "modelled"),
     )
     rank: int | None = _setting(
         None,
@@ -116,8 +115,6 @@ class Settings:
             object.__setattr__(self, "measured", os.path.abspath(self.measured))
         if isinstance(self.count, bool) or not isinstance(self.count, int) or self.count < 1:
             raise ValueError(f"The number of virtual GPUs must be an integer of at least 1, not {self.count!r}.")
-        if self.compile not in _COMPILE:
-            raise ValueError(f'compile must be "eager" or "modelled", not {self.compile!r}.')
         for check in CHECKS:
             check(self)
         _ = self.bytes_per_gpu, self.version, self.topology, self.table  # each raises an error if its part is invalid

@@ -9,7 +9,7 @@ from typing import Generic, TypeVar
 
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack, _pop_mode, _push_mode
 
-T = TypeVar("T")
+Value = TypeVar("Value")
 
 
 class ThreadState(threading.local):
@@ -29,10 +29,10 @@ class ThreadState(threading.local):
 this_thread = ThreadState()
 
 
-class OfEachThread(threading.local, Generic[T]):
+class OfEachThread(threading.local, Generic[Value]):
     """A value that each thread has for itself, with this one at first."""
 
-    def __init__(self, value: T) -> None:
+    def __init__(self, value: Value) -> None:
         self.value = value
 
 

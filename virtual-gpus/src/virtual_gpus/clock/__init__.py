@@ -1,1 +1,1 @@
-"""The modelled clock: what operators, copies and collectives cost, and who waits for whom."""
+"""The modelled clock: what operators, copies and collectives cost, and what waits for what."""

@@ -1,4 +1,4 @@
-"""The clock: one host that issues work, GPUs that do it on streams, and who waits for whom. No torch here.
+"""The clock: one host that issues work, GPUs that do it on streams, and what waits for what. No torch here.
 
     clock = Clock(2)
     clock.launch(0, stream=0, seconds=1e-3, host=1e-5, name="mm")  # the host goes on after 10 microseconds
@@ -25,7 +25,7 @@ from weakref import ref
 from virtual_gpus import figures
 
 # "": a kernel, for which a timeline has one of the next three.
-Kind = Literal["", "forward", "backward", "step", "copy", "collective", "wait"]
+SpanKind = Literal["", "forward", "backward", "step", "copy", "collective", "wait"]
 COPY_IN, COPY_OUT = "copy in", "copy out"
 TO_THE_GPU, TO_THE_CPU = "to the GPU", "to the CPU"  # names of copies from and to the computer
 HOST_LANE = "host"
@@ -72,7 +72,7 @@ class Span(NamedTuple):
     lane: int | str
     start: float
     end: float
-    kind: Kind
+    kind: SpanKind
     name: str
     sent: float = 0.0
 
@@ -262,7 +262,7 @@ class Clock:
         """The latest of several times; 0 if there are none."""
         return max(times, default=0.0)
 
-    def seen(self, until: float) -> None:
+    def observe(self, until: float) -> None:
         """The host has asked whether a time is past, and it is."""
 
     def join(self, *lanes: tuple[int, int | str]) -> None:
@@ -322,8 +322,9 @@ class Clock:
             self._record(Span(gpu, stream, start, end, "", name))
 
     def occupy(
-        self, gpu: int, lane: int | str, start: float, end: float, kind: Kind, name: str, kernel: bool, sent: float = 0
-    ) -> None:
+        self, gpu: int, lane: int | str, start: float, end: float, kind: SpanKind, name: str, kernel: bool,
+        sent: float = 0,
+    ) -> None:  # fmt: skip
         """Note work whose times are known: a copy or a collective on `lane`. kernel: if it counts as load."""
         track = self.tracks[gpu]
         if kind == "collective" and end > start:
@@ -353,7 +354,7 @@ class Clock:
         """When all streams of a GPU are through."""
         return self.tracks[gpu].done
 
-    # ---- who looks on ----
+    # ---- timelines ----
 
     def _record(self, span: Span) -> None:
         for timeline in self.timelines:

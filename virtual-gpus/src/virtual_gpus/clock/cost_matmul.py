@@ -11,8 +11,8 @@ from functools import lru_cache
 from math import ceil, inf
 
 from virtual_gpus import figures
-from virtual_gpus.clock.work import BYTES, Format
-from virtual_gpus.gpus import GPUSpec
+from virtual_gpus.clock.work import BYTES
+from virtual_gpus.gpus import GPUSpec, Precision
 
 _FITTED = figures.read("operators.toml")["products"]
 Tiles = tuple[tuple[int, int, float], ...]  # rows, columns, and the share of the peak that they reach
@@ -20,8 +20,8 @@ Tiles = tuple[tuple[int, int, float], ...]  # rows, columns, and the share of th
 
 @lru_cache(maxsize=8192)
 def product(
-    spec: GPUSpec, m: int, n: int, k: int, batch: int, precision: Format, with_bias: bool = False, aligned: bool = True,
-    parts: int = 1
+    spec: GPUSpec, m: int, n: int, k: int, batch: int, precision: Precision, with_bias: bool = False,
+    aligned: bool = True, parts: int = 1
 ) -> tuple[float, int]:  # fmt: skip
     """(seconds, kernels) of `batch` products of (m, k) and (k, n). aligned: all rows begin at multiples of 16 bytes.
     parts: of a number. Two complex ones take four products, for two parts."""
@@ -36,11 +36,11 @@ def product(
 
 @lru_cache(maxsize=8192)
 def in_tiles(
-    spec: GPUSpec, m: int, n: int, k: int, batch: int, precision: Format, with_bias: bool = False, tiles: Tiles = ()
+    spec: GPUSpec, m: int, n: int, k: int, batch: int, precision: Precision, with_bias: bool = False, tiles: Tiles = ()
 ) -> tuple[float, int]:
     """(seconds, kernels) of the arithmetic alone. tiles: others than those of cuBLAS."""
     reached, cores = spec.reached, precision in spec.tensor_cores
-    rate = getattr(spec.flops, precision) * (reached.tensor if cores else reached.simt) / spec.multi_processor_count
+    rate = spec.flops_of(precision) * (reached.tensor if cores else reached.simt) / spec.multi_processor_count
     start = reached.kernel * _FITTED["start_on_cores" if cores else "start"]
     best = inf, 1
     for rows, columns, share in tiles or _FITTED["tiles_on_cores" if cores else "tiles"]:

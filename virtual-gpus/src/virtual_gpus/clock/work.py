@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from math import prod
 from types import MappingProxyType
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from virtual_gpus import figures
-from virtual_gpus.gpus import GPUSpec
+from virtual_gpus.gpus import GPUSpec, Precision
 
 
 class Operand(NamedTuple):
@@ -39,8 +39,7 @@ class Operand(NamedTuple):
         return max(self.strides[-2:]) if len(self.strides) > 1 else self.shape[-1]
 
 
-Format = Literal["fp64", "fp32", "tf32", "fp16", "bf16"]
-BYTES: dict[Format, int] = {"fp64": 8, "fp32": 4, "tf32": 4, "fp16": 2, "bf16": 2}  # of a number, by precision
+BYTES: dict[Precision, int] = {"fp64": 8, "fp32": 4, "tf32": 4, "fp16": 2, "bf16": 2}  # of a number, by precision
 _ADDED = figures.read("host.toml")["added"]
 
 
@@ -74,7 +73,7 @@ class Operation(NamedTuple):
     inputs: tuple[Operand, ...]
     outputs: tuple[Operand, ...]
     spec: GPUSpec
-    precision: Format = "fp32"
+    precision: Precision = "fp32"
     parts: int = 1
     lists: tuple[int, ...] = ()
     in_place: bool = False

@@ -83,11 +83,11 @@ def raw_copy(tensor: Tensor, target: Place, dtype: torch.dtype, layout: Format, 
     """The copy itself, unseen by dispatch modes and by autograd. Raises the allocator's OutOfMemory."""
     if storages.is_wrapper(type(tensor)):
         return _copy_of_wrapper(tensor, target, dtype, layout, blocking)
-    source, made = gpu_of(tensor), _copied(tensor, target, dtype, layout)
+    source, result = gpu_of(tensor), _copied(tensor, target, dtype, layout)
     if target is None and source is not None and not blocking:  # as `_to_copy` does (TensorConversions.cpp)
-        pin(made)
-    charge_copy("_to_copy", tensor, made, blocking)
-    return made
+        pin(result)
+    charge_copy("_to_copy", tensor, result, blocking)
+    return result
 
 
 def _copy_of_wrapper(tensor: Any, *how: Any) -> Tensor:
@@ -107,10 +107,10 @@ def _copied(tensor: Tensor, target: Place, dtype: torch.dtype, layout: Format) -
         allocation = StorageAllocation(target, tensor.numel() * dtype.itemsize)  # first: what cannot fit fills nothing
     with torch._C._DisableTorchDispatch(), torch.no_grad():
         layout = layout if tensor.layout == torch.strided else None
-        made = torch.ops.aten._to_copy.default(tensor, dtype=dtype, device=device, memory_format=layout)
+        result = torch.ops.aten._to_copy.default(tensor, dtype=dtype, device=device, memory_format=layout)
     if allocation is not None:
-        return put(made, allocation)
-    return made if target is None else place(made, target)
+        return put(result, allocation)
+    return result if target is None else place(result, target)
 
 
 class CopyPlan(NamedTuple):

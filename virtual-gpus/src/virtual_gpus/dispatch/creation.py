@@ -81,5 +81,5 @@ def _allocation_before_filling(call: OpCall) -> StorageAllocation | None:
     if not isinstance(elements, int) or elements < _LARGE:
         return None
     without = {k: v for k, v in call.kwargs.items() if k != "generator"}
-    made = call.func(*call.args, **{**without, "device": _META})
-    return StorageAllocation(call.gpu, made.untyped_storage().nbytes())
+    sized = call.func(*call.args, **{**without, "device": _META})
+    return StorageAllocation(call.gpu, sized.untyped_storage().nbytes())

@@ -32,11 +32,11 @@ def run(call: OpCall) -> Any:
 
 def place_rows(columns: list[Sequence[torch.Tensor]], gpus: Sequence[VirtualGPU | None], result: Any) -> None:
     """Give each result its block on the GPU of its row."""
-    made = result if isinstance(result, (list, tuple)) else [result]
+    results = result if isinstance(result, (list, tuple)) else [result]
     for tensor, gpu in zip(next(iter(columns), ()), gpus, strict=True):
         if gpu is not None and tensor.layout != torch.strided:
             place(tensor, gpu)  # an in-place operator gives a sparse tensor new storages
-    for gpu, part in zip(gpus, made, strict=False):
+    for gpu, part in zip(gpus, results, strict=False):
         if gpu is not None:
             place_all(part, gpu)
 
@@ -54,8 +54,8 @@ def columns_of(call: OpCall) -> tuple[list[Sequence[torch.Tensor]], list[Virtual
             columns.append([value])
     if not (call.on_one_gpu or call.op.is_collective):  # these have rules of their own
         for row in zip(*columns, strict=False):  # a 0-dim CPU tensor counts as a number
-            found = {gpu: tensor for tensor in row if (gpu := gpu_of(tensor)) is not None or tensor.dim()}
-            if len(found) > 1:
-                raise errors.two_devices(*sorted(map(device_of, [*found.values()][:2]), key=str, reverse=True))
+            by_gpu = {gpu: tensor for tensor in row if (gpu := gpu_of(tensor)) is not None or tensor.dim()}
+            if len(by_gpu) > 1:
+                raise errors.two_devices(*sorted(map(device_of, [*by_gpu.values()][:2]), key=str, reverse=True))
     first: Sequence[torch.Tensor] = next(iter(columns), ())
     return columns, [call.gpu] * len(first) if call.on_one_gpu else list(map(gpu_of, first))

@@ -71,18 +71,18 @@ def _answer(asks: object, args: Args, kwargs: Kwargs, run: Run, by_element: bool
     except _Unusual:
         return run()
     question = tuple(asked)
-    found = _known.get(question, _MISSING)
-    if found is not _MISSING:
-        return args[0] if found is _FIRST else _made(found)
+    answer = _known.get(question, _MISSING)
+    if answer is not _MISSING:
+        return args[0] if answer is _FIRST else _made(answer)
     result = run()
     given = {tensor.untyped_storage()._cdata for tensor in tensors_in(args)}
     try:
-        found = _FIRST if in_place and result is args[0] else _form(result, given)
+        answer = _FIRST if in_place and result is args[0] else _form(result, given)
     except _Unusual:
         return result
     if len(_known) >= _MOST:
         _known.clear()
-    _known[question] = found
+    _known[question] = answer
     return result
 
 
@@ -111,16 +111,16 @@ def _made(form: Any) -> Any:
     return None if form is None else kind(map(_made, form))
 
 
-def _form(result: Any, seen: set[int]) -> Any:
-    """seen: the storages that a result may not share, which grow by its own."""
+def _form(result: Any, taken: set[int]) -> Any:
+    """taken: the storages that a result may not share, which grow by its own."""
     if type(result) in (list, tuple):
-        return type(result)([_form(part, seen) for part in result])
+        return type(result)([_form(part, taken) for part in result])
     if result is None:
         return None
     if type(result) is not torch.Tensor or _keys_of(result) not in _KEYS_OF_STRIDED or result.storage_offset():
         raise _Unusual
     storage, form = result.untyped_storage(), _Form(tuple(result.shape), result.stride(), result.dtype)
-    if storage._cdata in seen or storage.nbytes() != _made(form).untyped_storage().nbytes():
+    if storage._cdata in taken or storage.nbytes() != _made(form).untyped_storage().nbytes():
         raise _Unusual
-    seen.add(storage._cdata)
+    taken.add(storage._cdata)
     return form

@@ -18,9 +18,9 @@ from torch._library.custom_ops import OPDEFS
 
 from virtual_gpus import errors
 from virtual_gpus.clock.cost import CHARGED_ELSEWHERE, FREE, READS_AND_WRITES, OperatorClass, Parts, bytes_of, moves
-from virtual_gpus.clock.work import Cost, Format, Operation
+from virtual_gpus.clock.work import Cost, Operation
 from virtual_gpus.dispatch import known
-from virtual_gpus.gpus import GPUSpec
+from virtual_gpus.gpus import GPUSpec, Precision
 from virtual_gpus.machine import VirtualGPU
 from virtual_gpus.placement.creation_sites import Site, calling_site
 from virtual_gpus.placement.random_numbers import count_draws, default_generator, device_of_generator, drawing_from
@@ -35,7 +35,7 @@ _CROSSES_DEVICES = {"copy_", "_foreach_copy_", "set_", "_copy_from", "_copy_from
                     "_has_compatible_shallow_copy_type"}  # fmt: skip
 # What C++ takes for CPU tensors in the place of CUDA's operators.
 _THE_CPU_S = ("_scaled_dot_product_flash_attention_for_cpu", "mkldnn_", "slow_conv3d_forward", "_functional_assert")
-Kind = Literal["composite", "factory", "collective", "list", "crossing", "particular", "ordinary"]
+RouteKind = Literal["composite", "factory", "collective", "list", "crossing", "particular", "ordinary"]
 _COLLECTIVES = ("c10d", "_c10d_functional", "_dtensor")  # namespaces
 _Schema, _Func = torch._C.FunctionSchema, torch._ops.OpOverload | torch._ops.HigherOrderOperator
 Route = Callable[["OpCall"], Any]  # gives what the operator returns
@@ -74,7 +74,7 @@ ROWS: dict[str, Row] = {
     **dict.fromkeys(("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "set_",
                      "resize_", "lift_fresh", "_reshape_alias"), Row(FREE)),
 }  # fmt: skip
-ROUTES: dict[Kind, Route] = {}
+ROUTES: dict[RouteKind, Route] = {}
 _NO_ROW = Row(READS_AND_WRITES)
 
 
@@ -83,7 +83,7 @@ def row_of(name: str) -> Row:
     return ROWS.get(name) or ROWS.get(f"{name[: name.find('_', 1)]}_*", _NO_ROW)
 
 
-def cost(name: str, inputs: Parts, outputs: Parts, spec: GPUSpec, precision: Format = "fp32") -> Cost:
+def cost(name: str, inputs: Parts, outputs: Parts, spec: GPUSpec, precision: Precision = "fp32") -> Cost:
     """What the ATen operator `name` (no overload) takes on a GPU of `spec`."""
     return row_of(name).cost.cost(Operation(name, tuple(inputs), tuple(outputs), spec, precision))
 
@@ -154,7 +154,7 @@ class Operator:
         self.draws = self.has_generator or self.draws_by_default or self.with_generator is not None
 
     @property
-    def kind(self) -> Kind:
+    def kind(self) -> RouteKind:
         """What decides about the route of an operator: the first of these that it is."""
         if self.is_composite:
             return "composite"

@@ -14,7 +14,7 @@ from virtual_gpus import errors
 from virtual_gpus.dispatch import creation, foreach_ops, valueless
 from virtual_gpus.dispatch.copies import charge_copy, lie_alike
 from virtual_gpus.dispatch.mixed_devices import resolve_common_device
-from virtual_gpus.dispatch.operators import Kind, OpCall, Route, refuse_gpu_generator
+from virtual_gpus.dispatch.operators import OpCall, Route, RouteKind, refuse_gpu_generator
 from virtual_gpus.dispatch.timing import charge_op, charge_read
 from virtual_gpus.entrance import calling_frame
 from virtual_gpus.placement.creation_sites import may_be_adopted, record_creation_site
@@ -124,7 +124,7 @@ def composite(call: OpCall) -> Any:
 
 
 # By `Operator.kind`.
-ROUTES: dict[Kind, Route] = {
+ROUTES: dict[RouteKind, Route] = {
     "collective": collective, "composite": composite, "factory": creation.create, "list": lists, "crossing": crossing,
     "particular": particular, "ordinary": ordinary,
 }  # fmt: skip

@@ -16,9 +16,10 @@ import torch
 
 from virtual_gpus.clock.clock import COPY_IN, COPY_OUT, TO_THE_CPU, TO_THE_GPU
 from virtual_gpus.clock.links import PINNED_START, REACHED
-from virtual_gpus.clock.work import Cost, Format, Operand, Operation
+from virtual_gpus.clock.work import Cost, Operand, Operation
 from virtual_gpus.dispatch.measured_calls import KernelCall, key_of
 from virtual_gpus.dispatch.operators import OpCall, Operator, cost
+from virtual_gpus.gpus import Precision
 from virtual_gpus.machine import VirtualGPU
 from virtual_gpus.placement.storages import allocation_of, gpu_of, tensors_in
 from virtual_gpus.threads import this_thread
@@ -26,7 +27,7 @@ from virtual_gpus.threads import this_thread
 Tensors, TensorList, Operands = Iterable[torch.Tensor], Sequence[torch.Tensor], tuple[Operand, ...]
 _Dtype, _More = torch.dtype, tuple[tuple[tuple[int, ...], ...], tuple[Any, ...], tuple[str, bool]]
 MaybeCall, Place = OpCall | KernelCall | None, VirtualGPU | None  # no place: the computer
-_PRECISION: dict[_Dtype, Format] = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float64: "fp64"}
+_PRECISION: dict[_Dtype, Precision] = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float64: "fp64"}
 _kept: dict[Any, LaunchTimes] = {}
 _allows_tf32, _cudnn_enabled = torch._C._get_fp32_precision_getter, torch._C._get_cudnn_enabled
 _grad_enabled, _Tensor = torch.is_grad_enabled, torch.Tensor
@@ -264,7 +265,7 @@ def _strides(tensor: torch.Tensor) -> tuple[int, ...]:
     return tensor.stride() if tensor.layout is torch.strided else ()
 
 
-def precision_of(library: str, dtypes: Iterable[_Dtype]) -> Format:
+def precision_of(library: str, dtypes: Iterable[_Dtype]) -> Precision:
     """ "fp32", or what tensor cores make of it: TF32 is on for convolutions and off for products, as PyTorch has it."""
     dtype = next((dtype.to_real() for dtype in dtypes if dtype.is_floating_point or dtype.is_complex), torch.float32)
     if dtype == torch.float32 and library and _allows_tf32("cuda", library) == "tf32":

@@ -79,7 +79,7 @@ _handles = Kept(Handles)
 
 def leave_handle(gpu: VirtualGPU, holder: object) -> None:
     """`holder`, a thread, has ended. If it had a handle on the GPU, the next thread may have it."""
-    handles = _handles.made(gpu)
+    handles = _handles.existing(gpu)
     if handles is not None:
         handles.leave(holder)
 

@@ -3,7 +3,7 @@
 `virtual_gpus(check_races=True)` follows what CUDA guarantees, not what the modelled times happen to be: work of one
 stream runs in order, work that the host issues comes after all that the host has waited for, and events, `wait_stream`,
 `work.wait()` and `synchronize` carry such knowledge on (vector clocks, as in PyTorch's torch/cuda/_sanitizer.py). Every
-operator, copy and collective then looks up who used its bytes before. If nothing orders the two, it raises RaceError.
+operator, copy and collective then looks up what used its bytes before. If nothing orders the two, it raises RaceError.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Moment(float):
 
 
 class Order:
-    """Who knows of whose work that it is done."""
+    """For each place, the work of all places that what is given to it now comes after."""
 
     def __init__(self) -> None:
         self.known: dict[Place, Past] = {_HOST: {}}
@@ -118,10 +118,10 @@ class OrderedClock(Clock):
 
     def wait(self, until: float, gpu: int | None = None) -> None:
         """See `Clock`."""
-        self.seen(until)
+        self.observe(until)
         super().wait(until, gpu)
 
-    def seen(self, until: float) -> None:
+    def observe(self, until: float) -> None:
         """See `Clock`."""
         if isinstance(until, Moment):
             self.order.wait(_HOST, until.past)
@@ -315,7 +315,7 @@ class RaceChecker(Follower[VirtualGPU]):
     def _note(self, accesses: list[_Access], work: _Issued, tensor: torch.Tensor, writes: bool) -> None:
         """An access to the storage whose earlier ones are `accesses`. Raises RaceError."""
         start, end = _span(tensor)
-        new, kept, host = _Access(work, start, end, writes), list[_Access](), self._order.known[_HOST]
+        new, remaining, host = _Access(work, start, end, writes), list[_Access](), self._order.known[_HOST]
         for old in accesses:
             if old.work.number <= host.get(old.work.place, 0):
                 continue  # all that comes from now on comes after it
@@ -326,10 +326,10 @@ class RaceChecker(Follower[VirtualGPU]):
                     raise RaceError(self._text(old, new, tensor))
             if ordered and start <= old.start and old.end <= end and (writes or not old.writes):
                 continue  # what comes after the new one comes after this one
-            kept.append(old)
+            remaining.append(old)
         if work.place != _HOST:
-            kept.append(new)
-        accesses[:] = kept
+            remaining.append(new)
+        accesses[:] = remaining
 
     # ---- what is said ----
 

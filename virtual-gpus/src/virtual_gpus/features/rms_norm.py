@@ -18,7 +18,7 @@ from virtual_gpus.placement.storages import gpu_of, is_wrapper, nbytes, place_al
 from virtual_gpus.placement.wrappers import arrived, is_dtensor
 from virtual_gpus.threads import below
 
-T, Shape, MaybeEps = torch.Tensor, tuple[int, ...], float | None
+Tensor, Maybe, Shape, Eps = torch.Tensor, torch.Tensor | None, tuple[int, ...], float | None
 _raw_rms_norm = torch.rms_norm
 
 
@@ -26,18 +26,20 @@ class RMSNorm(torch.autograd.Function):
     """The fused kernel's memory: forward keeps one float per row, backward works in place of its results."""
 
     @staticmethod
-    def forward(ctx: Any, input: T, weight: T | None, shape: Shape, eps: MaybeEps, trains: bool, gpu: VirtualGPU) -> T:
+    def forward(
+        ctx: Any, input: Tensor, weight: Maybe, shape: Shape, eps: Eps, trains: bool, gpu: VirtualGPU
+    ) -> Tensor:
         """(..., *shape) -> the same; numbers as the CPU's composite operator gives them."""
-        result, kept = _below(gpu, _normalized, input, weight, shape, eps)
+        result, rstd = _below(gpu, _normalized, input, weight, shape, eps)
         place_all(result, gpu)
         charge_kernel(gpu, "native_layer_norm", [input], [result], trains)
-        place_all(kept, gpu)
-        ctx.save_for_backward(input, weight, kept)
+        place_all(rstd, gpu)
+        ctx.save_for_backward(input, weight, rstd)
         ctx.shape, ctx.eps = shape, eps
         return result
 
     @staticmethod
-    def backward(ctx: Any, gradient: T) -> tuple[T | None, ...]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Maybe, ...]:
         """Gradients of input and weight. Those that are differentiated again come from composite operators, as CUDA's
         do (`infinitely_differentiable_native_rms_norm_backward`)."""
         (input, weight, _), gradient = ctx.saved_tensors, arrived(gradient)
@@ -49,7 +51,7 @@ class RMSNorm(torch.autograd.Function):
         return *(next(gradients) if asked else None for asked in ctx.needs_input_grad[:2]), None, None, None, None
 
 
-def _backward(input: T, weight: T | None, shape: Shape, eps: MaybeEps, gradient: T) -> tuple[T, T | None]:
+def _backward(input: Tensor, weight: Maybe, shape: Shape, eps: Eps, gradient: Tensor) -> tuple[Tensor, Maybe]:
     gpu = gpu_of(input)
     if gpu is None:  # gradients may be asked for after the virtual GPUs have gone: then nothing is counted
         return _gradients(input, weight, shape, eps, gradient)
@@ -68,13 +70,13 @@ def _below(gpu: VirtualGPU, function: Any, *args: Any) -> Any:
         return known.computed(function, *args) if keeps else function(*args)
 
 
-def _normalized(input: T, weight: T | None, shape: Shape, eps: MaybeEps) -> tuple[T, T]:
+def _normalized(input: Tensor, weight: Maybe, shape: Shape, eps: Eps) -> tuple[Tensor, Tensor]:
     """By the CPU's operator, and room for what the fused kernel keeps."""
     result = _raw_rms_norm(input.detach(), shape, None if weight is None else weight.detach(), eps)
     return result, torch.empty(input.numel() // max(1, torch.Size(shape).numel()), device=result.device)
 
 
-def _gradients(input: T, weight: T | None, shape: Shape, eps: MaybeEps, gradient: T) -> tuple[T, T | None]:
+def _gradients(input: Tensor, weight: Maybe, shape: Shape, eps: Eps, gradient: Tensor) -> tuple[Tensor, Maybe]:
     """Those of the CPU's operator."""
     with torch.enable_grad():
         x, w = input.detach().requires_grad_(), None if weight is None else weight.detach().requires_grad_()
@@ -83,7 +85,7 @@ def _gradients(input: T, weight: T | None, shape: Shape, eps: MaybeEps, gradient
 
 
 @entrance
-def rms_norm(input: T, normalized_shape: list[int], weight: T | None = None, eps: MaybeEps = None) -> T:
+def rms_norm(input: Tensor, normalized_shape: list[int], weight: Maybe = None, eps: Eps = None) -> Tensor:
     """`torch.rms_norm`, with the fused kernel's memory for a tensor on a GPU."""
     same = weight is None or weight.dtype == getattr(input, "dtype", None)
     transformed, gpu = torch._C._functorch.is_functorch_wrapped_tensor(input), gpu_of(input)
@@ -94,12 +96,12 @@ def rms_norm(input: T, normalized_shape: list[int], weight: T | None = None, eps
     return _on_one_gpu(gpu, input, weight, tuple(normalized_shape), eps)
 
 
-def _on_one_gpu(gpu: VirtualGPU, input: T, weight: T | None, shape: Shape, eps: MaybeEps) -> T:
+def _on_one_gpu(gpu: VirtualGPU, input: Tensor, weight: Maybe, shape: Shape, eps: Eps) -> Tensor:
     trains = torch.is_grad_enabled() and any(part is not None and part.requires_grad for part in (input, weight))
     return RMSNorm.apply(arrived(input), weight, shape, eps, trains, gpu)
 
 
-def _on_each_rank(gpu: VirtualGPU, input: Any, shape: Shape, weight: Any, eps: MaybeEps) -> T:
+def _on_each_rank(gpu: VirtualGPU, input: Any, shape: Shape, weight: Any, eps: Eps) -> Tensor:
     """Of DTensors: each rank normalizes its own rows, and the weight's gradient is a sum over the ranks.
 
     What DTensor's strategy (torch/distributed/tensor/_ops/_math_ops.py) does where the rows are sharded; where the

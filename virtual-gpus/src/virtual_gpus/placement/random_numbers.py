@@ -23,8 +23,8 @@ _generators: weakref.WeakValueDictionary[int, Generator] = weakref.WeakValueDict
 
 def device_of_generator(generator: torch.Generator) -> torch.device:
     """The device that a generator draws for, also when C++ has wrapped it anew."""
-    made = _generators.get(generator._cdata)  # type: ignore  # not in PyTorch's stubs
-    return generator.device if made is None else made.device
+    original = _generators.get(generator._cdata)  # type: ignore  # not in PyTorch's stubs
+    return generator.device if original is None else original.device
 
 
 _STATE_BYTES = 16  # what a CUDA generator's state has: its seed and its offset (CUDAGeneratorImpl.cpp)
@@ -53,15 +53,15 @@ class Generator(torch._C.Generator, metaclass=_AnyGenerator):
     _seen: OrderedDict[tuple[int, int], torch.Tensor]  # (seed, offset) -> the CPU's state
 
     def __new__(cls, device: torch.device | str | int = "cpu") -> Generator:
-        made: Any = super().__new__(cls, "cpu")  # type: ignore  # PyTorch's stubs have `__init__` in its place
-        made._device = torch.device(device) if not isinstance(device, int) else torch.device("cuda", device)
-        if made._device.type == "cuda" and made._device.index is None:
+        generator: Any = super().__new__(cls, "cpu")  # type: ignore  # PyTorch's stubs have `__init__` in its place
+        generator._device = torch.device(device) if not isinstance(device, int) else torch.device("cuda", device)
+        if generator._device.type == "cuda" and generator._device.index is None:
             machine = active()
-            made._device = torch.device("cuda", machine.current if machine else 0)
-        made._seed, made._offset = torch._C.Generator.initial_seed(made), 0
-        made._seen = OrderedDict()
-        _generators[made._cdata] = made
-        return made
+            generator._device = torch.device("cuda", machine.current if machine else 0)
+        generator._seed, generator._offset = torch._C.Generator.initial_seed(generator), 0
+        generator._seen = OrderedDict()
+        _generators[generator._cdata] = generator
+        return generator
 
     @property
     def device(self) -> torch.device:
@@ -167,10 +167,10 @@ def _mixed(seed: int, offset: int) -> int:
 
 def count_draws(generator: torch.Generator, elements: int, multiprocessors: int = 1) -> None:
     """Move a GPU generator's offset by `elements` numbers (`calc_execution_policy`, DistributionTemplates.h)."""
-    made = _generators.get(generator._cdata)  # type: ignore  # not in PyTorch's stubs
-    if made is not None:
+    original = _generators.get(generator._cdata)  # type: ignore  # not in PyTorch's stubs
+    if original is not None:
         blocks = min(multiprocessors * _BLOCKS_PER_MULTIPROCESSOR, ceil_div(elements, _THREADS_PER_BLOCK)) or 1
-        made._offset += _PER_CALL * max(1, ceil_div(elements, blocks * _THREADS_PER_BLOCK * _PER_CALL))
+        original._offset += _PER_CALL * max(1, ceil_div(elements, blocks * _THREADS_PER_BLOCK * _PER_CALL))
 
 
 def default_generator(gpu: VirtualGPU) -> Generator:
@@ -188,11 +188,11 @@ _lending = threading.RLock()  # there is one CPU generator for all threads
 def drawing_from(generator: torch.Generator) -> Iterator[None]:
     """Lend the generator's state to the CPU's default one, for operators that take no generator argument."""
     with _lending:
-        kept = torch.default_generator.get_state()
+        state_before = torch.default_generator.get_state()
         torch.default_generator.set_state(torch._C.Generator.get_state(generator))
         try:
             yield
         finally:
             torch._C.Generator.set_state(generator, torch.default_generator.get_state())
             count_draws(generator, 1)
-            torch.default_generator.set_state(kept)
+            torch.default_generator.set_state(state_before)

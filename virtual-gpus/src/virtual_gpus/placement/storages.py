@@ -115,13 +115,13 @@ def tensors_in(value: object) -> list[torch.Tensor]:
     """The tensors of an argument or result: itself, those in lists, tuples and the lists within, or none."""
     if isinstance(value, torch.Tensor):
         return [value]
-    found: list[torch.Tensor] = []
+    tensors: list[torch.Tensor] = []
     for part in value if isinstance(value, (list, tuple)) else ():
         if isinstance(part, torch.Tensor):
-            found.append(part)
+            tensors.append(part)
         elif isinstance(part, (list, tuple)):
-            found += tensors_in(part)
-    return found
+            tensors += tensors_in(part)
+    return tensors
 
 
 def has_values(tensor: torch.Tensor) -> bool:
@@ -195,8 +195,8 @@ def allocation_of(tensor: torch.Tensor) -> StorageAllocation | None:
 
 def former_gpu_of(tensor: torch.Tensor) -> VirtualGPU | None:
     """The virtual GPU that held `tensor` until it was switched off; None if there is none, or if it is on."""
-    found = [storage._record.gpu for storage in storages(tensor)]
-    return next((gpu for gpu in found if gpu is not None and not gpu.machine.on), None)
+    gpus = [storage._record.gpu for storage in storages(tensor)]
+    return next((gpu for gpu in gpus if gpu is not None and not gpu.machine.on), None)
 
 
 def gpu_of(tensor: torch.Tensor) -> VirtualGPU | None:
@@ -267,10 +267,10 @@ def empty_in(
     """
     device = _CPU if allocation is None else allocation.gpu.machine.tensor_device
     if strides is None:
-        made = _empty(shape, dtype=dtype, device=device)
+        tensor = _empty(shape, dtype=dtype, device=device)
     else:
-        made = _empty_strided(shape, strides, dtype=dtype, device=device)
-    return made if allocation is None else put(made, allocation)
+        tensor = _empty_strided(shape, strides, dtype=dtype, device=device)
+    return tensor if allocation is None else put(tensor, allocation)
 
 
 def place(tensor: torch.Tensor, gpu: VirtualGPU) -> torch.Tensor:

@@ -1,4 +1,5 @@
-"""What a process does first that another one has started: it leaves its parent's terminal and prints into files."""
+"""What a process does first that another one has started: it leaves its parent's terminal, prints into files, and
+talks with the others over the network of this machine alone."""
 
 from __future__ import annotations
 
@@ -13,6 +14,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 from virtual_gpus.threads import OWN_THREAD
+
+HOST = "127.0.0.1"
+# The interface of that address, as gloo calls it: on macOS and Windows by libuv's names (gloo/transport/uv/device.cc).
+_LOOPBACK = {"darwin": "lo0", "win32": "Loopback Pseudo-Interface 1"}
 
 
 def leave_the_parent(end: Callable[[], object] = lambda: os._exit(1)) -> None:
@@ -41,3 +46,13 @@ def print_into(out: Path, err: Path) -> None:
         setattr(sys, name, stream)
     faulthandler.disable()  # or it would not put in its handlers again, which another library may have replaced
     faulthandler.enable(sys.stderr)  # a crash in C++ prints the line of Python
+
+
+def interface() -> dict[str, str]:
+    """The variable that keeps gloo on this machine, unless the user set it: looking up the host's name may fail."""
+    return {} if "GLOO_SOCKET_IFNAME" in os.environ else {"GLOO_SOCKET_IFNAME": _LOOPBACK.get(sys.platform, "lo")}
+
+
+def has_libuv() -> bool:
+    """Whether a TCPStore may use libuv, as torch/distributed/rendezvous.py decides it. PyTorch for Windows cannot."""
+    return os.environ.get("USE_LIBUV", "0" if sys.platform == "win32" else "1") == "1"

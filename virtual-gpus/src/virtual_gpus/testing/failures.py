@@ -118,10 +118,10 @@ def _time_limit(failures: Sequence[Failure], ranks: int, finished: Sequence[int]
     """Tells where each rank was."""
     where = dict.fromkeys(range(ranks), "did not answer.")
     where |= {failure.rank: failure.what for failure in failures} | dict.fromkeys(finished, "had returned.")
-    found: dict[str, list[int]] = {}
+    ranks_of: dict[str, list[int]] = {}
     for rank, what in where.items():
-        found.setdefault(what, []).append(rank)
-    return TimeoutError("\n".join([limit] + [f"\n{_names(each)} {what}" for what, each in found.items()]))
+        ranks_of.setdefault(what, []).append(rank)
+    return TimeoutError("\n".join([limit] + [f"\n{_names(those)} {what}" for what, those in ranks_of.items()]))
 
 
 def _names(ranks: Sequence[int]) -> str:
@@ -133,12 +133,12 @@ def _names(ranks: Sequence[int]) -> str:
 
 def _traceback(error: BaseException, labels: dict[str, str]) -> str:
     """Python's own text, from the rank's function on, with short file names."""
-    told = traceback.TracebackException.from_exception(error)
-    part: traceback.TracebackException | None = told
+    shown = traceback.TracebackException.from_exception(error)
+    part: traceback.TracebackException | None = shown
     while part is not None:
         _shorten(part.stack, labels)
         part = part.__cause__ or part.__context__
-    return "".join(told.format())
+    return "".join(shown.format())
 
 
 def _shorten(stack: traceback.StackSummary, labels: dict[str, str]) -> None:

@@ -18,8 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from virtual_gpus.switch import active_machine
-from virtual_gpus.testing.child import leave_the_parent, print_into
-from virtual_gpus.testing.network import has_libuv, interface
+from virtual_gpus.testing.child import has_libuv, interface, leave_the_parent, print_into
 
 if TYPE_CHECKING:
     import psutil
@@ -96,7 +95,7 @@ def _end(processes: Sequence[BaseProcess], leave_s: float) -> None:
     """End what still runs, and the processes that it has started, which have sessions of their own."""
     import psutil
 
-    started = [each for process in processes for each in _descendants(process)]
+    started = [child for process in processes for child in _descendants(process)]
     for process in processes:
         process.terminate()
     ends = time.monotonic() + leave_s

@@ -30,9 +30,8 @@ import torch.distributed
 
 from virtual_gpus.files import write_whole
 from virtual_gpus.switch import active_machine, renew_inherited
-from virtual_gpus.testing.child import leave_the_parent, print_into
+from virtual_gpus.testing.child import HOST, has_libuv, interface, leave_the_parent, print_into
 from virtual_gpus.testing.failures import Failure
-from virtual_gpus.testing.network import HOST, has_libuv, interface
 from virtual_gpus.threads import OWN_THREAD
 
 _STORE_TIMEOUT = timedelta(minutes=30)  # that of a process group, which init_process_group would give to the store
@@ -78,12 +77,12 @@ class Job:
 def cells() -> dict[str, tuple[str, Any]]:
     """The source of a notebook's cells for tracebacks: file name -> (name of the cell, linecache's entry)."""
     shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
-    found: dict[str, tuple[str, Any]] = {}
+    sources: dict[str, tuple[str, Any]] = {}
     for name, entry in linecache.cache.copy().items():
         if len(entry) == 4 and entry[1] is None:  # a text that was not read from a file
             label = shell.compile.format_code_name(name) if shell else None
-            found[name] = (" ".join(label) if label else name, entry)
-    return found
+            sources[name] = (" ".join(label) if label else name, entry)
+    return sources
 
 
 def cloudpickle() -> ModuleType:
@@ -153,12 +152,12 @@ def _set_up(rank: int, job: Job) -> None:
 
 def _environment(rank: int, job: Job) -> dict[str, str]:
     """What torchrun would set on one machine. The parent owns the store, so no rank opens one."""
-    found = {
+    variables = {
         "RANK": rank, "LOCAL_RANK": rank, "GROUP_RANK": 0, "WORLD_SIZE": job.ranks, "LOCAL_WORLD_SIZE": job.ranks,
         "MASTER_ADDR": HOST, "MASTER_PORT": job.port, "TORCHELASTIC_RUN_ID": f"ranks-{os.getppid()}",
         "TORCHELASTIC_RESTART_COUNT": 0, "TORCHELASTIC_MAX_RESTARTS": 0, "TORCHELASTIC_USE_AGENT_STORE": True,
     }  # fmt: skip
-    return {name: str(value) for name, value in found.items()} | interface()
+    return {name: str(value) for name, value in variables.items()} | interface()
 
 
 def _report_after(seconds: float, rank: int, job: Job) -> threading.Timer:

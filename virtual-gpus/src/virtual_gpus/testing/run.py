@@ -29,8 +29,8 @@ from typing import Any, TextIO, TypeVar
 import torch
 
 from virtual_gpus.switch import active_machine
+from virtual_gpus.testing.child import HOST, has_libuv
 from virtual_gpus.testing.failures import Failure, run_error
-from virtual_gpus.testing.network import HOST, has_libuv
 from virtual_gpus.testing.rank import Job, cells, cloudpickle, run_rank
 
 _START_S = 300.0  # for all ranks to start and to connect, which takes long on a busy machine
@@ -124,13 +124,13 @@ def _check(ranks: int, timeout: float | None, start: str | None) -> None:
 
 def _are_enough_gpus(ranks: int) -> bool:
     """False if there is no GPU at all."""
-    seen = torch.cuda.device_count()  # asks the driver without starting CUDA
-    if 0 < seen < ranks:
+    count = torch.cuda.device_count()  # asks the driver without starting CUDA
+    if 0 < count < ranks:
         raise ValueError(
-            f'{ranks} ranks need {ranks} GPUs, but PyTorch sees {seen}. nccl refuses two ranks on one GPU ("Duplicate '
+            f'{ranks} ranks need {ranks} GPUs, but PyTorch sees {count}. nccl refuses two ranks on one GPU ("Duplicate '
             f'GPU detected"). Use fewer ranks, {ranks} GPUs, or the CPU with gpus=False.'
         )
-    return seen > 0
+    return count > 0
 
 
 def _what_runs(job: Job) -> str:

@@ -125,16 +125,16 @@ def _word(span: Span) -> str:
 
 
 def _travels(panel: _Panel) -> list[_Travel]:
-    found = set[_Travel]()
+    travels = set[_Travel]()
     collectives = defaultdict[tuple[str, float], list[_ShownWork]](list)
     after = dict(_ring(gpus_of(panel.spans)))
     for w in panel.work:
         if w.kind == "send":
-            found.add(_Travel(w.start, w.end, w.gpu, after[w.gpu], "send", w.label))
+            travels.add(_Travel(w.start, w.end, w.gpu, after[w.gpu], "send", w.label))
         elif w.kind == "copy":
             ends = [int(number) for number in re.findall(r"cuda:(\d+)", w.name)]
             if len(ends) == 2:  # otherwise a copy from or to the CPU
-                found.add(_Travel(w.start, w.end, ends[0], ends[1], "copy", w.label))
+                travels.add(_Travel(w.start, w.end, ends[0], ends[1], "copy", w.label))
         elif w.kind not in (*_COMPUTING, "receive"):
             collectives[w.kind, round(w.end, 9)].append(w)
     for (kind, _), members in collectives.items():
@@ -144,8 +144,8 @@ def _travels(panel: _Panel) -> list[_Travel]:
         if row is not None and row.root:
             ways = [(first, gpu) if row.root == "sends" else (gpu, first) for gpu in rest]
         start, end = max(w.start for w in members), members[0].end
-        found.update(_Travel(start, end, source, target, kind) for source, target in ways if source != target)
-    return sorted(found)
+        travels.update(_Travel(start, end, source, target, kind) for source, target in ways if source != target)
+    return sorted(travels)
 
 
 def _ring(gpus: list[int]) -> list[tuple[int, int]]:
@@ -161,19 +161,19 @@ def _states(work: Sequence[_ShownWork], moment: float) -> list[str]:
         for number in range(int(w.start / moment), min(_MOMENTS - 1, int(w.end / moment)) + 1):
             covered = min(w.end, (number + 1) * moment) - max(w.start, number * moment)
             shares[number][w.kind] += weight * max(0.0, covered)
-    kinds = [max(each, key=each.__getitem__) if sum(each.values()) > 0.1 * moment else "waits" for each in shares]
+    kinds = [max(share, key=share.__getitem__) if sum(share.values()) > 0.1 * moment else "waits" for share in shares]
     return _lasting(kinds, _STEADY)
 
 
 def _lasting(states: Sequence[str], least: int) -> list[str]:
     """The states, each for at least `least` moments, so that it can be read. "" lasts as what was before."""
-    found, since = list(states), 0
-    for number in range(1, len(found)):
-        if found[number] in ("", found[number - 1]) or number - since < least:
-            found[number] = found[number - 1]
+    lasting, since = list(states), 0
+    for number in range(1, len(lasting)):
+        if lasting[number] in ("", lasting[number - 1]) or number - since < least:
+            lasting[number] = lasting[number - 1]
         else:
             since = number
-    return found
+    return lasting
 
 
 def _runs(states: Sequence[_State]) -> Iterator[tuple[float, float, _State]]:
@@ -234,7 +234,7 @@ class _Picture:
 
     def _telling_moment(self) -> float:
         """The second at which most travels; of several, the one closest to the middle."""
-        travels = [t for each in self.travels.values() for t in each]
+        travels = [t for panel in self.travels.values() for t in panel]
         middles = [(t.start + t.end) / 2 for t in travels] or [self.seconds / 2]
         return max(middles, key=lambda m: (sum(t.start <= m <= t.end for t in travels), -abs(m - self.seconds / 2)))
 
@@ -245,11 +245,11 @@ class _Picture:
         decimals = 0 if self.seconds >= 0.1 else 1 if self.seconds >= 0.01 else 2
         clock = [f"{1e3 * self.seconds * number / (_MOMENTS - 1):,.{decimals}f} ms" for number in range(_MOMENTS)]
         self.parts += [svg.text(746, 22, words, svg.shown(begin, end, "c")) for begin, end, words in _runs(clock)]
-        told = []
+        sentences = []
         for at in [(number + 0.5) * self.moment for number in range(_MOMENTS)]:
             now = {w.kind for panel in self.panels.values() for w in panel.work if w.start <= at <= w.end}
-            told.append(next((sentence for kind, sentence in self.story.items() if kind in now), ""))
-        for begin, end, sentence in _runs(_lasting(told, _READ)):
+            sentences.append(next((sentence for kind, sentence in self.story.items() if kind in now), ""))
+        for begin, end, sentence in _runs(_lasting(sentences, _READ)):
             self.parts.append(svg.text(12, 49, sentence, svg.shown(begin, end, "s")))
 
     def _add_panel(self, name: str, y: float) -> float:
@@ -295,7 +295,7 @@ class _Picture:
         """The bar with what the GPU holds now, and below its work the curve of the whole time."""
         times, peak, sizes = [at for at, _ in curve], _peak(curve), list[int]()
         for number in range(_MOMENTS):
-            first, last = (bisect_right(times, each * self.moment) for each in (number, number + 1))
+            first, last = (bisect_right(times, edge * self.moment) for edge in (number, number + 1))
             highest = _peak(curve[max(0, first - 1) : last] or curve[:1])
             close = sizes and highest != peak and abs(highest - sizes[-1]) <= _LEVEL * self.most
             sizes.append(sizes[-1] if close else highest)

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from virtual_gpus.clock.clock import Kind, Span
+from virtual_gpus.clock.clock import Span, SpanKind
 from virtual_gpus.files import write_whole
 from virtual_gpus.machine import VirtualGPU, VirtualMachine, active, recordable
 from virtual_gpus.memory.device import Event, Observer
@@ -102,7 +102,7 @@ class Timeline:
             span = span._replace(kind=self._phase())
         self._raw.append(span._replace(name=f"{span.name} {self.work_name}") if self.work_name else span)
 
-    def _phase(self) -> Kind:
+    def _phase(self) -> SpanKind:
         if self._in_step:
             return "step"
         return "backward" if this_thread.in_backward else "forward"

@@ -64,8 +64,8 @@ def describe(recording: Recording) -> str:
 
 def rows_of(spans: Iterable[Span]) -> list[Row]:
     """The (GPU, lane) pairs with work: first the host, then the streams, copies and collectives of each GPU."""
-    found = {(s.gpu, s.lane) for s in spans}
-    return sorted(found, key=lambda r: (-1 if r[0] is None else r[0], isinstance(r[1], str), str(r[1]).zfill(9)))
+    rows = {(s.gpu, s.lane) for s in spans}
+    return sorted(rows, key=lambda r: (-1 if r[0] is None else r[0], isinstance(r[1], str), str(r[1]).zfill(9)))
 
 
 def lane_name(lane: int | str) -> str:
@@ -77,13 +77,13 @@ def lane_name(lane: int | str) -> str:
 
 def merged(intervals: Iterable[tuple[float, float]], gap: float = 0.0) -> list[tuple[float, float]]:
     """Merge (start, end) pairs that are at most `gap` seconds apart. Returns them in order."""
-    found: list[tuple[float, float]] = []
+    union: list[tuple[float, float]] = []
     for start, end in sorted(intervals):
-        if found and start <= found[-1][1] + gap + _ROUNDING:
-            found[-1] = found[-1][0], max(found[-1][1], end)
+        if union and start <= union[-1][1] + gap + _ROUNDING:
+            union[-1] = union[-1][0], max(union[-1][1], end)
         else:
-            found.append((start, end))
-    return found
+            union.append((start, end))
+    return union
 
 
 def seconds_covered(intervals: Iterable[tuple[float, float]]) -> float:
@@ -126,9 +126,9 @@ def communication(spans: Iterable[Span], gpu: int) -> dict[str, Communication]:
         elif span.kind != "copy":
             kernels.append((span.start, span.end))
     computing = seconds_covered(kernels)
-    found = {}
+    figures = {}
     for name, row in rows.items():
         times = [(span.start, span.end) for span in row]
         exposed = max(0.0, seconds_covered(times + kernels) - computing)  # not below zero by rounding
-        found[name] = Communication(len(row), sum(span.sent for span in row), seconds_covered(times), exposed)
-    return found
+        figures[name] = Communication(len(row), sum(span.sent for span in row), seconds_covered(times), exposed)
+    return figures

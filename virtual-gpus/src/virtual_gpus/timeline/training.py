@@ -85,8 +85,8 @@ class TrainingReport:
             exposed = f"{_seconds(self.exposed_seconds or 0.0)}, {self.exposed_share:.1%} of the step"
             yield "    of it not hidden", exposed
         if self.units_per_second is not None:
-            each = self.units_per_second / self.world_size
-            yield f"{self.unit} per second", f"{self.units_per_second:,.0f}, {each:,.0f} per GPU"
+            per_gpu = self.units_per_second / self.world_size
+            yield f"{self.unit} per second", f"{self.units_per_second:,.0f}, {per_gpu:,.0f} per GPU"
         if self.mfu is not None:
             yield "model flops utilization", f"{self.mfu:.1%}"
 

@@ -180,7 +180,7 @@ class Kernel:
             share = fitted["share_of_products"] * reached.tensor
         share /= fitted["dropout"] if self.dropout else 1
         read = heads * (2 * self.rows + 2 * self.columns) * self.width * self.bytes
-        seconds = max(flops / (getattr(spec.flops, precision) * share), spec.seconds_to_move(read))
+        seconds = max(flops / (spec.flops_of(precision) * share), spec.seconds_to_move(read))
         if not backward:
             return Cost(seconds + fitted["floor"] * reached.kernel, 1, _HOST)
         seconds += spec.seconds_to_move(2 * read)

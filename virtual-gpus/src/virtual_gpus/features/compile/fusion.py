@@ -18,9 +18,16 @@ from virtual_gpus.dispatch.timing import await_tensors
 from virtual_gpus.follower import Charger
 from virtual_gpus.machine import VirtualGPU
 from virtual_gpus.placement.storages import allocation_of, nbytes, tensors_in
+from virtual_gpus.settings import Settings
 from virtual_gpus.threads import OfEachThread, this_thread
 
 runs_compiled = OfEachThread(False)  # while a function runs that torch.compile gave back, with `compile="modelled"`
+
+
+def check_settings(settings: Settings) -> None:
+    """See `features`."""
+    if settings.compile not in ("eager", "modelled"):
+        raise ValueError(f'compile must be "eager" or "modelled", not {settings.compile!r}.')
 
 
 class Fusion(Charger[VirtualGPU]):

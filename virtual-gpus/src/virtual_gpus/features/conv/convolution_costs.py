@@ -79,7 +79,7 @@ def _depthwise(conv: _Convolution, arithmetic: float) -> float:
 def _in_four_bytes(conv: _Convolution, cores: bool) -> Cost:
     """At a share of the peak. A group that is narrower than a tile leaves a part of it idle."""
     spec, filters, groups = conv.operation.spec, conv.filters, 1 if conv.is_transposed else conv.groups
-    peak = getattr(spec.flops, conv.operation.precision)
+    peak = spec.flops_of(conv.operation.precision)
     speed = peak * (spec.reached.tensor_conv if cores else spec.reached.conv) * conv.fitted["share"]
     slower = max(1, min(groups, _FITTED["groups_on_cores"] if cores else _FITTED["simt_columns"] / filters.shape[1]))
     whole_tiles = cores and groups == 1 and not conv.is_transposed

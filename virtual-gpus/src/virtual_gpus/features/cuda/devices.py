@@ -146,7 +146,7 @@ def get_arch_list() -> list[str]:
 
 
 def ipc_collect() -> None:
-    """Memory that processes share goes back as soon as nobody uses it, so nothing waits to be collected."""
+    """Memory that processes share goes back as soon as no process uses it, so nothing waits to be collected."""
 
 
 def _is_in_bad_fork() -> bool:

@@ -44,11 +44,11 @@ def _broadcast_coalesced(tensors: list[torch.Tensor], devices: list[int], buffer
     _check(same, f"All tensors must be on devices[0]: {devices[0]}")
     copies: list[dict[int, torch.Tensor]] = [{} for _ in gpus[1:]]
     for chunk in _chunks([t for t in tensors if not t.is_sparse], buffer_size):
-        for made, pieces in zip(copies, _sent(chunk, gpus[1:]), strict=True):
-            made.update(zip(map(id, chunk), pieces, strict=True))
+        for by_id, pieces in zip(copies, _sent(chunk, gpus[1:]), strict=True):
+            by_id.update(zip(map(id, chunk), pieces, strict=True))
     return [list(tensors)] + [
-        [move(t, gpu) if t.is_sparse else made[id(t)] for t in tensors]
-        for made, gpu in zip(copies, gpus[1:], strict=True)
+        [move(t, gpu) if t.is_sparse else by_id[id(t)] for t in tensors]
+        for by_id, gpu in zip(copies, gpus[1:], strict=True)
     ]
 
 
@@ -79,9 +79,9 @@ def _sent(chunk: list[torch.Tensor], gpus: list[VirtualGPU]) -> list[list[torch.
     if not gpus:
         return []
     with gpus[0].machine.without_time():  # NCCL sends to all at once
-        made = [_pieces(move(flat, gpu, copy=True), chunk) for gpu in gpus]
+        copies = [_pieces(move(flat, gpu, copy=True), chunk) for gpu in gpus]
     collective_here([gpu_of(flat), *gpus], "broadcast", nbytes(flat))
-    return made
+    return copies
 
 
 def _pieces(flat: torch.Tensor, like: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -106,16 +106,16 @@ def _scatter(
     )
     gpus = [gpu_at(device) for device in devices]
     pieces = tensor.chunk(len(gpus), dim) if chunk_sizes is None else tensor.split_with_sizes(list(chunk_sizes), dim)
-    made = list[torch.Tensor]()
+    scattered = list[torch.Tensor]()
     for index, (piece, gpu) in enumerate(zip(pieces, gpus, strict=False)):
         if gpu_of(tensor) is gpu:
-            made.append(piece)
+            scattered.append(piece)
             continue
         stream = streams[index] if streams else None
         with stream or nullcontext():
             # DataParallel copies inputs from the CPU on a stream of their own: their blocks come from segments of that.
-            made.append(move(piece, gpu, blocking=stream is None))
-    return made
+            scattered.append(move(piece, gpu, blocking=stream is None))
+    return scattered
 
 
 @entrance

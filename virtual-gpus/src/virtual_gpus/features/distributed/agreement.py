@@ -43,11 +43,11 @@ def number(words: str) -> float:
     return float(int.from_bytes(hashlib.blake2b(words.encode(), digest_size=6).digest(), "little"))
 
 
-def mismatch(group: Any, words: str, told: Callable[[torch.Tensor], list[torch.Tensor]]) -> CollectiveMismatch:
-    """The error of every rank. told: exchanges tensors of bytes (N,), and returns those of all ranks in order."""
+def mismatch(group: Any, words: str, exchange: Callable[[torch.Tensor], list[torch.Tensor]]) -> CollectiveMismatch:
+    """The error of every rank. exchange: sends tensors of bytes (N,), and returns those of all ranks in order."""
     mine = f"{words}, at {_line()}".encode()[:_WORDS].ljust(_WORDS)
-    all_told = told(torch.tensor(list(mine), dtype=torch.uint8, device="cpu"))
-    lines = [bytes(each.tolist()).decode(errors="replace").rstrip() for each in all_told]
+    rows = exchange(torch.tensor(list(mine), dtype=torch.uint8, device="cpu"))
+    lines = [bytes(row.tolist()).decode(errors="replace").rstrip() for row in rows]
     ranks = torch.distributed.get_process_group_ranks(group)
     return CollectiveMismatch(
         f"The ranks do not agree on collective number {state_of(group).begun} of {_name(group)}:\n"

@@ -77,12 +77,12 @@ def charge(
         for kind, peer, tag, tensor in zip(*(call[n] for n in call.op.names[:4]), strict=True):
             send_or_receive(kind, gpu, group, [tensor], peer, tag)
     elif meeting is not None:
-        made = [] if call.func.namespace == "c10d" else on_gpus([result])
-        end = _charge_on_clock(meeting, gpu_bytes(made))  # an all-to-all may return more than it was given
+        results = [] if call.func.namespace == "c10d" else on_gpus([result])
+        end = _charge_on_clock(meeting, gpu_bytes(results))  # an all-to-all may return more than it was given
         arrival = Arrival(end)
-        note(gpu, made or on_gpus(call.args[:1]), arrival)
+        note(gpu, results or on_gpus(call.args[:1]), arrival)
         arrival.given = call.func.namespace.startswith("_c10d_functional")  # whose callers wait themselves
-        written = made or _written(call, group)
+        written = results or _written(call, group)
         reads = [tensor for tensor in call.tensors if not any(tensor is other for other in written)]
         gpu.machine.follower.collective(gpu, meeting.lane.queue, name, reads, written, arrival)
 
@@ -118,7 +118,7 @@ def _meet(
     connect(group)
     try:
         numbers = torch.tensor([began, *groups.host_and_slot(gpu), number(what)], dtype=torch.float64, device="cpu")
-        others = [told.tolist() for told in _gathered(group, what, numbers)]
+        others = [row.tolist() for row in _gathered(group, what, numbers)]
     except CollectiveMismatch:
         raise
     except RuntimeError as error:  # gloo's word for a time limit, or for a connection that was closed
@@ -133,10 +133,10 @@ def _meet(
     return Meeting(gpu, lane, began, start, groups.links_between(gpu, group, members), nbytes)
 
 
-def _charge_on_clock(meeting: Meeting, made: int = 0) -> float:
-    """Put a collective on this process's clock; returns its end, that of all processes. made: bytes of its result."""
+def _charge_on_clock(meeting: Meeting, result_bytes: int = 0) -> float:
+    """Put a collective on this process's clock; returns its end, that of all processes."""
     gpu, lane, began, start, links, given = meeting
-    nbytes = max(given, made)
+    nbytes = max(given, result_bytes)
     end = start + collective_seconds(links, lane.kind, nbytes)
     occupy(gpu, lane, began, end, sent_bytes(links.count, lane.kind, nbytes))
     return end
@@ -159,14 +159,14 @@ def _refuse_shared_gpus(members: Sequence[tuple[int, int]]) -> None:
 def _gathered(group: torch.distributed.ProcessGroup, what: str, mine: torch.Tensor) -> list[torch.Tensor]:
     """A CPU tensor of every process of the group, in order of rank."""
     with below(), torch._C._DisableTorchDispatch(), torch.no_grad():
-        found = [torch.empty_like(mine) for _ in range(group.size())]
-        work = groups.gloo_group(group).allgather([found], [mine])
+        gathered = [torch.empty_like(mine) for _ in range(group.size())]
+        work = groups.gloo_group(group).allgather([gathered], [mine])
         try:
             wait_for_all(work, group, what)
         except CollectiveMismatch:
-            on_their_way.append((work, (found, mine)))
+            on_their_way.append((work, (gathered, mine)))
             raise
-        return found
+        return gathered
 
 
 def run(call: OpCall) -> Any:

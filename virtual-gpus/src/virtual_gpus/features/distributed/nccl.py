@@ -190,12 +190,12 @@ def _summed(call: _Method, op: Any, opts: Any) -> Any:
     ops = torch.distributed.ReduceOp
     if opts is None:
         return function(group, *[ops.SUM if value is op else value for value in args])
-    kept = copy.copy(op)  # `op` is a part of the options, which change
+    own = copy.copy(op)  # `op` is a part of the options, which change
     opts.reduceOp = ops.SUM  # C++ copies the options; the program's own are to stay as they were
     try:
         return function(group, *args, **rest)
     finally:
-        opts.reduceOp = kept
+        opts.reduceOp = own
 
 
 def _adapt(group: Any, args: list[Any], whole: tuple[int, ...]) -> list[Any]:

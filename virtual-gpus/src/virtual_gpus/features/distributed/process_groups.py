@@ -59,18 +59,18 @@ def _new_process_group_helper(function: Callable[..., Any], *args: Any, **kwargs
         require_its_rank(given["group_rank"], given["group_size"])
     if is_nccl:
         _keep_pytorch_from_wrapping()
-    made, store = function(**given)
-    if not isinstance(made, c10d.ProcessGroup):  # this rank is not in it
-        return made, store
-    state_of(made).backends = devices
+    group, store = function(**given)
+    if not isinstance(group, c10d.ProcessGroup):  # this rank is not in it
+        return group, store
+    state_of(group).backends = devices
     if is_nccl or is_alone:  # to a program, the group is what it asked for
-        c10d._world.pg_map[made], c10d._world.pg_backend_config[made] = (c10d.Backend(asked), store), str(config)
-        made.bound_device_id = gpu
+        c10d._world.pg_map[group], c10d._world.pg_backend_config[group] = (c10d.Backend(asked), store), str(config)
+        group.bound_device_id = gpu
     if not is_alone:
         _rest_at_exit()
     if is_nccl and not is_alone:
-        _complete(made, function, given, "cpu" in devices)
-    return made, store
+        _complete(group, function, given, "cpu" in devices)
+    return group, store
 
 
 def _keep_pytorch_from_wrapping() -> None:
@@ -80,11 +80,11 @@ def _keep_pytorch_from_wrapping() -> None:
         torch.distributed.set_debug_level(torch.distributed.DebugLevel.INFO)
 
 
-def _complete(made: Any, function: Callable[..., Any], given: dict[str, Any], has_both: bool) -> None:
+def _complete(group: Any, function: Callable[..., Any], given: dict[str, Any], has_both: bool) -> None:
     """A group of gloo's that stands for NCCL's gets another one if it has CPU tensors as well; one process says so."""
     if has_both:
         hidden = function(**given | {"group_name": f"{given['group_name']} of GPUs"})
-        state_of(made).gloo_group = _hidden(torch.distributed.distributed_c10d, *hidden)
+        state_of(group).gloo_group = _hidden(torch.distributed.distributed_c10d, *hidden)
     if (torch.distributed.get_rank() if given["global_ranks_in_group"] else given["group_rank"]) == 0:
         _say_once()
 
@@ -172,19 +172,19 @@ def _get_backend(function: Callable[..., Any], group: torch.distributed.ProcessG
 
 
 def _split_group(function: Callable[..., Any], group: torch.distributed.ProcessGroup, *args: Any, **kwargs: Any) -> Any:
-    made = function(group, *args, **kwargs)
+    part = function(group, *args, **kwargs)
     state, devices = state_of(group), state_of(group).backends
-    if made is not None and devices is not None:
+    if part is not None and devices is not None:
         chosen = kwargs.get("device_types")
-        kept = set(devices) if chosen is None else {device.type for device in chosen}
-        state_of(made).backends = {device: name for device, name in devices.items() if device in kept}
+        types = set(devices) if chosen is None else {device.type for device in chosen}
+        state_of(part).backends = {device: name for device, name in devices.items() if device in types}
     if state.gloo_group is not None:
         other = function(state.gloo_group, *args, **kwargs)
-        if made is not None and len(state_of(made).backends or ()) > 1:
-            other._set_group_name(f"{made.group_name} of GPUs")
+        if part is not None and len(state_of(part).backends or ()) > 1:
+            other._set_group_name(f"{part.group_name} of GPUs")
             torch._C._distributed_c10d._register_process_group(other.group_name, other)
-            state_of(made).gloo_group = other
-    return made
+            state_of(part).gloo_group = other
+    return part
 
 
 def _barrier(function: Callable[..., Any], group: torch.distributed.ProcessGroup, *args: Any, **kwargs: Any) -> Any:

@@ -45,13 +45,13 @@ class _Buckets(TorchDispatchMode):
         kwargs = kwargs or {}
         if func is torch.ops.aten.copy_.default and gpu_of(args[0]) is None and not has_values(args[1]):
             return args[0]  # the order of the buckets, back from rank 0: it has no values, so this rank's own stays
-        made = func(*args, **kwargs)
+        result = func(*args, **kwargs)
         if kwargs.get("device") is not None:  # a bucket, or the numbers in which rank 0 sends the order of the buckets
-            gpu = self._gpu if made.dtype is torch.int32 else next(self._gpus, self._gpu)
-            return made if gpu is None else _on(made, gpu)
-        if isinstance(made, torch.Tensor) and gpu_of(made) is None:
-            forget_creation_site(made)  # it stays in the computer's memory, also where it meets a copy on the GPU
-        return made
+            gpu = self._gpu if result.dtype is torch.int32 else next(self._gpus, self._gpu)
+            return result if gpu is None else _on(result, gpu)
+        if isinstance(result, torch.Tensor) and gpu_of(result) is None:
+            forget_creation_site(result)  # it stays in the computer's memory, also where it meets a copy on the GPU
+        return result
 
 
 _on = entrance(place)

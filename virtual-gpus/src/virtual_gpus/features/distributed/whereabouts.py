@@ -1,4 +1,4 @@
-"""Where the ranks of a program are: who waits in which collective, and who has left.
+"""Where the ranks of a program are: which of them waits in which collective, and which has left.
 
 A rank that has waited for a second says so in the store of torch.distributed, with the number of collectives that it
 has begun in each group. If ranks wait for each other, in several groups, none of them will ever go on, and each is
@@ -130,18 +130,18 @@ def _never(mine: Wait) -> str:
     """Why this rank waits for ever. Empty if others may still come, or if the process that had the store is gone."""
     here = torch.distributed.get_rank()
     with contextlib.suppress(RuntimeError):
-        told = _reported(_NEVER, here)
-        if mine.location in told:  # another rank saw it first
-            return told
+        reason = _reported(_NEVER, here)
+        if mine.location in reason:  # another rank saw it first
+            return reason
         reports = {rank: _reported(_WAITS, rank) for rank in range(torch.distributed.get_world_size())}
         circle = stuck({rank: Wait(*json.loads(text)) for rank, text in reports.items() if text} | {here: mine})
         if here in circle:
             lines = [f"  rank {rank} waits for {_ranks(wait.lacks(circle))} in {wait.location}"
                      for rank, wait in circle.items()]  # fmt: skip
-            told = "\n".join(["Ranks wait for each other in several process groups:", *lines, _ADVICE])
+            reason = "\n".join(["Ranks wait for each other in several process groups:", *lines, _ADVICE])
             for rank in circle:
-                _store().set(_NEVER.format(rank), told)
-            return told
+                _store().set(_NEVER.format(rank), reason)
+            return reason
     return ""
 
 

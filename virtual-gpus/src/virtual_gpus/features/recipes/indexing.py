@@ -69,7 +69,7 @@ def make_indices(call: OpCall) -> None:
     fills = bool(others) and others[0].numel() == 1 and gpu_of(others[0]) is None
     indices: list[torch.Tensor | None] = []
     for index in given:
-        at, found = len(indices), [index]
+        at, expanded = len(indices), [index]
         if index is not None and gpu_of(index) is None and not is_mask(index):
             send(nbytes(index), None, call.gpu, is_pinned(index), blocking=True)
         elif index is not None and index.dtype == torch.bool and gpu_of(index) is call.gpu and not fills:
@@ -77,8 +77,8 @@ def make_indices(call: OpCall) -> None:
                 charge_read(call)
             else:
                 with seen():
-                    found = index.nonzero().unbind(1)
-        indices += found
+                    expanded = index.nonzero().unbind(1)
+        indices += expanded
     call.args = (tensor, indices, *others)
 
 

@@ -22,13 +22,13 @@ _NO_REDUCTION = 0  # at::Reduction::None
 
 def nll_loss_of_images(call: OpCall) -> torch.Tensor | tuple[torch.Tensor, ...]:
     """The loss of classes, for images of scores. A loss per pixel takes any strides (cuda/NLLLoss2d.cu)."""
-    inputs = ("self", "target") if call.op.base.endswith("forward") else ("target",)
+    inputs = ("target",) if "grad_output" in call.op.names else ("self", "target")
     return call.run(*packed_copies(call, () if call["reduction"] == _NO_REDUCTION else inputs, channels_first_copy))
 
 
 def _nll_cost(operation: Operation) -> Cost:
     """Each of 32 threads adds up many rows, and of images (cuda/NLLLoss2d.cu) each of 1,024 a block many pixels."""
-    fitted, forward = FITTED["nll_loss"], operation.name.endswith("forward")
+    fitted, forward = FITTED["nll_loss"], "grad_output" not in operation.arguments
     (rows, *sides), per_row = operation.inputs[2 - forward].shape or (1,), "per_row" if forward else "per_row_backward"
     if sides:
         blocks, at_once = max(1, prod(sides) // (1024 * 128)), 2 * operation.spec.multi_processor_count
@@ -59,9 +59,9 @@ def reduced(call: OpCall) -> torch.Tensor:
 
 def log_sigmoid(call: OpCall) -> tuple[torch.Tensor, torch.Tensor]:
     """The CPU keeps exp(-|x|) for backward; CUDA computes it anew and keeps an empty buffer."""
-    result, kept = call.compute()
-    put(kept, StorageAllocation(call.gpu, 0))
-    return call.place(result), kept
+    result, buffer = call.compute()
+    put(buffer, StorageAllocation(call.gpu, 0))
+    return call.place(result), buffer
 
 
 def with_logits(call: OpCall) -> torch.Tensor:
@@ -73,7 +73,7 @@ def with_logits(call: OpCall) -> torch.Tensor:
     return result
 
 
-_PICKS = OperatorClass(_nll_cost)
+_PICKS = OperatorClass(_nll_cost, arguments=("grad_output",))
 _OF_IMAGES = not_deterministic("nll_loss2d_forward_out_cuda_template", lambda call: call["reduction"] != _NO_REDUCTION)
 OPERATORS = {
     **dict.fromkeys(("nll_loss_forward", "nll_loss_backward"), Row(_PICKS, packed("target"))),

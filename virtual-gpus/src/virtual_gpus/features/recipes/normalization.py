@@ -26,9 +26,9 @@ def layer_norm(call: OpCall) -> tuple[torch.Tensor, ...]:
     """Mean and deviation of each row are floats, where the CPU keeps those of half types in half precision."""
     result = call.compute()
     call.place(result[0])
-    for kept in result[1:]:
-        if kept.element_size() < 4:
-            put(kept, StorageAllocation(call.gpu, kept.numel() * 4))
+    for statistic in result[1:]:
+        if statistic.element_size() < 4:
+            put(statistic, StorageAllocation(call.gpu, statistic.numel() * 4))
     call.place(result)
     with call.scratch(*packed_copies(call, ("input",))):
         return result

@@ -34,7 +34,7 @@ def after_cast(call: OpCall) -> torch.Tensor:
     half, dtype = tensor.dtype in (torch.float16, torch.bfloat16) and call.op.base not in _SCANS, result.dtype
     if dtype not in (tensor.dtype.to_real(), torch.float32 if half else None):
         with seen():
-            call.tensors[0] = torch.ops.aten._to_copy.default(tensor, dtype=dtype)
+            call.tensors[0] = torch.ops.aten._to_copy.default(tensor, dtype=dtype)  # what is charged for
     return result
 
 

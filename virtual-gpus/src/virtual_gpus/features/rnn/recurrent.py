@@ -24,7 +24,7 @@ from virtual_gpus.dispatch.timing import launch
 from virtual_gpus.entrance import entrance
 from virtual_gpus.features.autocast import cast, is_eligible
 from virtual_gpus.features.rnn import sizes, weights
-from virtual_gpus.features.rnn.recurrent_call import Inputs, Maybe, RecurrentCall, T, bind, check
+from virtual_gpus.features.rnn.recurrent_call import Inputs, Maybe, RecurrentCall, Results, Tensor, bind, check
 from virtual_gpus.machine import Kept, VirtualGPU, active
 from virtual_gpus.patches.table import Patch
 from virtual_gpus.placement.random_numbers import default_generator
@@ -105,7 +105,7 @@ _dropout_states = Kept(_draw_dropout_state)
 # ---- forward -------------------------------------------------------------------------------------------------------
 
 
-def _forward(call: RecurrentCall, inputs: Inputs, with_graph: bool) -> tuple[tuple[T, ...], T, Maybe]:
+def _forward(call: RecurrentCall, inputs: Inputs, with_graph: bool) -> tuple[Results, Tensor, Maybe]:
     """((output, hy[, cy]), reserve, weight buffer if the weights were not in one). Blocks first, then the numbers."""
     gpu, net, dtype = call.gpu, call.net, inputs.input.dtype
     with scratch(gpu, *_copies(_time_first(call, inputs.input))):
@@ -142,7 +142,7 @@ class CudnnRnn(torch.autograd.Function):
     """The operation with its backward pass, which takes cuDNN's memory again. Named as PyTorch's own node."""
 
     @staticmethod
-    def forward(ctx: Any, call: RecurrentCall, input: T, hx: T, cx: Maybe, *params: T) -> tuple[T, ...]:
+    def forward(ctx: Any, call: RecurrentCall, input: Tensor, hx: Tensor, cx: Maybe, *params: Tensor) -> Results:
         """Results of `_forward`, and what backward needs: inputs, output, reserve, weights."""
         results, reserve, buffer = _forward(call, Inputs(input, hx, cx, params), True)
         ctx.call = call
@@ -169,7 +169,7 @@ CudnnRnn._backward_cls.__name__ = "CudnnRnnBackward0"  # as PyTorch names the no
 # ---- backward ------------------------------------------------------------------------------------------------------
 
 
-def _backward(call: RecurrentCall, inputs: Inputs, reserve: T, gradients: Maybes, wanted: Wanted) -> list[Maybe]:
+def _backward(call: RecurrentCall, inputs: Inputs, reserve: Tensor, gradients: Maybes, wanted: Wanted) -> list[Maybe]:
     """Gradients of (input, hx, cx, *params), None where not `wanted`."""
     on = call.gpu.machine.on  # gradients may be asked for after the virtual GPUs have gone: then nothing is counted
     blocks, flat = _blocks(call, inputs, reserve, gradients, any(wanted[3:])) if on else ([None] * 3, None)
@@ -194,7 +194,7 @@ def _backward(call: RecurrentCall, inputs: Inputs, reserve: T, gradients: Maybes
     return [*first, *(part if w else None for part, w in zip(parts, wanted[3:], strict=True))]
 
 
-def _blocks(call: RecurrentCall, inputs: Inputs, reserve: T, gradients: Maybes, dw: bool) -> tuple[Blocks, Maybe]:
+def _blocks(call: RecurrentCall, inputs: Inputs, reserve: Tensor, gradients: Maybes, dw: bool) -> tuple[Blocks, Maybe]:
     """Take the memory of `_cudnn_rnn_backward`. Returns the blocks of (dx, dhx, dcx) and the buffer of dw, if any."""
     gpu, (input, hx, cx, _) = call.gpu, inputs
     size = sizes.workspace_bytes(call.net, sizes.is_small(call.net, True, gpu.spec.capability))
@@ -218,7 +218,7 @@ def _blocks(call: RecurrentCall, inputs: Inputs, reserve: T, gradients: Maybes, 
     return allocations, flat
 
 
-def _numbers(call: RecurrentCall, inputs: Inputs, reserve: T, gradients: Maybes, wanted: Wanted) -> list[Maybe]:
+def _numbers(call: RecurrentCall, inputs: Inputs, reserve: Tensor, gradients: Maybes, wanted: Wanted) -> list[Maybe]:
     graph = getattr(reserve.untyped_storage(), "_graph", None)
     if graph is None or not graph.has(wanted):
         generator = None

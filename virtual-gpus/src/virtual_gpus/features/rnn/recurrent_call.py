@@ -28,7 +28,7 @@ from virtual_gpus.threads import below
 _NAMES = ("params", "has_biases", "num_layers", "dropout", "train", "bidirectional")
 _CELLS = {"lstm": "LSTM", "gru": "GRU", "rnn_tanh": "RNN", "rnn_relu": "RNN"}
 _run_backward = torch.autograd.graph._engine_run_backward
-T, Maybe = torch.Tensor, torch.Tensor | None
+Tensor, Maybe, Results = torch.Tensor, torch.Tensor | None, tuple[torch.Tensor, ...]
 
 
 class Inputs(NamedTuple):
@@ -47,7 +47,7 @@ class Inputs(NamedTuple):
         """All of them."""
         return [t for t in (*self[:3], *self.params) if t is not None]
 
-    def each(self, function: Callable[[torch.Tensor], torch.Tensor]) -> Inputs:
+    def mapped(self, function: Callable[[torch.Tensor], torch.Tensor]) -> Inputs:
         """What `function` makes of each tensor."""
         cx = None if self.cx is None else function(self.cx)
         return Inputs(function(self.input), function(self.hx), cx, list(map(function, self.params)))
@@ -110,7 +110,7 @@ class RecurrentCall:
 
     def compute(self, inputs: Inputs, with_graph: bool, generator: torch.Generator | None) -> Graph:
         """Run the CPU's kernels, unseen by modes, hooks and accounting. `generator`: dropout's, None without it."""
-        leaves = inputs.each(torch.Tensor.detach)
+        leaves = inputs.mapped(torch.Tensor.detach)
         with below(), torch._C._DisableTorchDispatch(), below_autocast(), ExitStack() as stack:
             stack.enter_context(torch.set_grad_enabled(with_graph))
             # The program's saved-tensor hooks are kept away from the CPU's graph by others on top, which save outputs
@@ -130,7 +130,7 @@ class RecurrentCall:
     def _run(self, inputs: Inputs) -> tuple[torch.Tensor, ...]:
         """In float32 where this CPU has no kernels for the type: the results are rounded once, as a GPU's are."""
         dtype = inputs.input.dtype
-        input, hx, cx, params = inputs.each(torch.Tensor.float) if dtype in slow_types() else inputs
+        input, hx, cx, params = inputs.mapped(torch.Tensor.float) if dtype in slow_types() else inputs
         states = hx if cx is None else [hx, cx]
         settings = (params, self.biases, self.layers, self.dropout, self.train, self.bidirectional)
         if self.batch_sizes is not None:

@@ -13,12 +13,12 @@ from typing import NamedTuple
 from virtual_gpus import figures
 from virtual_gpus.arithmetic import ceil_div, rounded_up
 from virtual_gpus.clock.cost_matmul import product
-from virtual_gpus.clock.work import Cost, Format
-from virtual_gpus.gpus import GPUSpec
+from virtual_gpus.clock.work import Cost
+from virtual_gpus.gpus import GPUSpec, Precision
 
 GATES = {"LSTM": 4, "GRU": 3, "RNN": 1}
 DROPOUT_STATE = 1024 * 48  # per multiprocessor: states of cuRAND's XORWOW, one per thread
-FORMATS: dict[int, Format] = {2: "fp16", 4: "fp32", 8: "fp64"}  # by bytes of a number
+FORMATS: dict[int, Precision] = {2: "fp16", 4: "fp32", 8: "fp64"}  # by bytes of a number
 _TIME = figures.beside(__file__)["time"]
 FITTED = figures.beside(__file__)["memory"]  # `benchmarks.leave_one_out` tries others
 
@@ -79,12 +79,12 @@ def is_small(net: Network, backward: bool, capability: tuple[int, int]) -> bool:
 def reserve_bytes(net: Network) -> int:
     """What training keeps for backward: each layer's gates (and cell), and the sequences between the layers."""
     steps = net.time * net.batch
-    kept = net.inner * FITTED["reserved"][net.cell] * net.hidden
+    per_step = net.inner * FITTED["reserved"][net.cell] * net.hidden
     if net.output != net.hidden:
-        kept += net.inner * net.hidden  # before the projection
+        per_step += net.inner * net.hidden  # before the projection
     between = (net.layers - 1) * net.directions * net.output
     masks = ceil_div(steps * between, 8) if net.dropout else 0  # a bit each
-    return steps * (kept + between) * net.itemsize + masks + 256
+    return steps * (per_step + between) * net.itemsize + masks + 256
 
 
 def workspace_bytes(net: Network, small: bool, training: bool = True) -> int:
@@ -115,7 +115,7 @@ def cost(net: Network, spec: GPUSpec, backward: bool) -> Cost:
     fitted, rows, steps = _TIME["backward" if backward else "forward"], net.gates * net.hidden, net.time * net.inner
     precision = FORMATS[net.itemsize]
     flops = 2 * net.batch * rows * net.output * fitted["products"]
-    step = fitted["chain"] * spec.reached.kernel + flops / (getattr(spec.flops, precision) * fitted["share"])
+    step = fitted["chain"] * spec.reached.kernel + flops / (spec.flops_of(precision) * fitted["share"])
     inputs = 0.0
     for layer in range(net.layers):
         size = net.input if layer == 0 else net.output * net.directions

@@ -18,22 +18,22 @@ from virtual_gpus.patches.table import Patch
 from virtual_gpus.placement.storages import StorageAllocation, empty_in, gpu_of
 from virtual_gpus.threads import below
 
-T = torch.Tensor
+Tensor = torch.Tensor
 DTYPES = (torch.float32, torch.float16, torch.float64)  # torch.backends.cudnn.CUDNN_TENSOR_DTYPES
 _raw_flatten_parameters = torch.nn.RNNBase.flatten_parameters
 
 
-def is_acceptable(tensor: T) -> bool:
+def is_acceptable(tensor: Tensor) -> bool:
     """torch.backends.cudnn.is_acceptable: cuDNN is enabled and takes this tensor."""
     return torch._C._get_cudnn_enabled() and gpu_of(tensor) is not None and tensor.dtype in DTYPES
 
 
-def empty(gpu: VirtualGPU, count: int, dtype: torch.dtype) -> T:
+def empty(gpu: VirtualGPU, count: int, dtype: torch.dtype) -> Tensor:
     """A buffer of `count` elements on `gpu`."""
     return empty_in(StorageAllocation(gpu, count * dtype.itemsize), (count,), dtype)
 
 
-def pieces(flat: T, like: Sequence[T], offsets: list[int]) -> list[T]:
+def pieces(flat: Tensor, like: Sequence[Tensor], offsets: list[int]) -> list[Tensor]:
     """Tensors shaped as `like` on the storage of `flat`, each a tensor of its own rather than a view."""
     with below(), torch._C._DisableTorchDispatch(), torch.no_grad():
         none: Any = torch.empty(0, dtype=flat.dtype, device=flat.device)  # PyTorch's stubs want `set_` to have strides
@@ -41,7 +41,7 @@ def pieces(flat: T, like: Sequence[T], offsets: list[int]) -> list[T]:
         return [none.new_empty(0).set_(storage, at, t.shape) for t, at in zip(like, offsets, strict=True)]
 
 
-def fill(flat: T, parts: Sequence[T], sources: Sequence[T | None]) -> None:
+def fill(flat: Tensor, parts: Sequence[Tensor], sources: Sequence[Tensor | None]) -> None:
     """Copy `sources` into `parts` of `flat`, zeros between them; None among the sources leaves zeros too."""
     if flat.is_meta:
         return
@@ -52,7 +52,7 @@ def fill(flat: T, parts: Sequence[T], sources: Sequence[T | None]) -> None:
                 part.copy_(source)
 
 
-def are_flat(net: Network, params: Sequence[T], biases: bool) -> bool:
+def are_flat(net: Network, params: Sequence[Tensor], biases: bool) -> bool:
     """True if the weights are where cuDNN wants them: in one storage, from its beginning, in its order."""
     offsets, total = weight_offsets(net, biases)
     storage = params[0].untyped_storage()
@@ -68,7 +68,7 @@ class CastFlat(torch.autograd.Function):
     """Weights as float16 in one buffer, for autocast (aten/src/ATen/cudnn/AutocastRNN.cpp)."""
 
     @staticmethod
-    def forward(ctx: Any, net: Network, biases: bool, gpu: VirtualGPU, *params: T) -> tuple[T, ...]:
+    def forward(ctx: Any, net: Network, biases: bool, gpu: VirtualGPU, *params: Tensor) -> tuple[Tensor, ...]:
         """The cast weights, all on one storage."""
         ctx.dtype = params[0].dtype
         offsets, total = weight_offsets(net, biases)
@@ -78,7 +78,7 @@ class CastFlat(torch.autograd.Function):
         return tuple(parts)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: T | None) -> tuple[T | None, ...]:
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         """Each gradient as the weight's own dtype."""
         return None, None, None, *(None if g is None else g.to(ctx.dtype) for g in gradients)
 
@@ -93,7 +93,7 @@ def flatten_parameters(self: Any) -> None:
     if gpu is None or len(weights) != len(self._flat_weights_names):
         return _raw_flatten_parameters(self)
     dtype = weights[0].dtype
-    fit = all(isinstance(w, T) and w.dtype == dtype and is_acceptable(w) and gpu_of(w) is gpu for w in weights)
+    fit = all(isinstance(w, Tensor) and w.dtype == dtype and is_acceptable(w) and gpu_of(w) is gpu for w in weights)
     if not fit or len({(w.untyped_storage()._cdata, w.storage_offset()) for w in weights}) != len(weights):
         return None  # the last: a weight that is used twice
     cell, output = self.mode.partition("_")[0], self.proj_size or self.hidden_size

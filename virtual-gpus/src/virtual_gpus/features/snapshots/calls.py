@@ -149,7 +149,7 @@ recorders = Kept(lambda machine: [Recorder(gpu.allocator) for gpu in machine.gpu
 
 def stop(machine: VirtualMachine) -> None:
     """Record no more and forget what was recorded."""
-    for recorder in recorders.made(machine) or ():
+    for recorder in recorders.existing(machine) or ():
         recorder.stop()
 
 

@@ -41,18 +41,18 @@ def _is_ours(filename: str) -> bool:
 
 def _of_the_program(frames: list[Frame]) -> list[Frame]:
     """The frames without those of this package, and without what lies between two of those."""
-    kept: list[Frame] = []
-    since_ours = None  # the length of `kept` after the last frame of ours, while only _BETWEEN came since
+    of_program: list[Frame] = []
+    since_ours = None  # the length of `of_program` after the last frame of ours, while only _BETWEEN came since
     for frame in frames:
         if _is_ours(frame["filename"]):
             if since_ours is not None:
-                del kept[since_ours:]
-            since_ours = len(kept)
+                del of_program[since_ours:]
+            since_ours = len(of_program)
         else:
-            kept.append(frame)
+            of_program.append(frame)
             if frame["filename"] not in _BETWEEN:
                 since_ours = None
-    return kept
+    return of_program
 
 
 def named(stacks: Iterable[object]) -> dict[int, list[Frame]]:
@@ -102,7 +102,7 @@ class Deaths:
         self._note_moment = functools.partial(next, map(self._notes.append, moments))
 
     def watch(self, holder: object, address: int) -> None:
-        """Note the death of `holder`, whose block is at `address`. Forgets who was watched under that address."""
+        """Note the death of `holder`, whose block is at `address`. Forgets what was watched under that address."""
         mark = Owner(holder, self._notes.append)
         mark.address = address
         self._watched[address] = mark, weakref.ref(holder, self._note_moment)

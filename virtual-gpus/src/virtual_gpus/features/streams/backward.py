@@ -39,11 +39,11 @@ def on_the_streams_of_forward(
 
 def _nodes(outputs: Iterable[torch.Tensor | GradientEdge]) -> Iterator[Node]:
     waiting = [getattr(output, "grad_fn", None) or getattr(output, "node", None) for output in outputs]
-    seen: set[Node] = set()
+    visited: set[Node] = set()
     while waiting:
         node = waiting.pop()
-        if node is not None and node not in seen:
-            seen.add(node)
+        if node is not None and node not in visited:
+            visited.add(node)
             waiting.extend(following for following, _ in node.next_functions)
             yield node
 

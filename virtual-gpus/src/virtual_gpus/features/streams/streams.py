@@ -202,7 +202,7 @@ def _is_past(gpu: VirtualGPU, time: float) -> bool:
     clock = gpu.machine.clock
     if time > clock.now:
         return False
-    clock.seen(time)
+    clock.observe(time)
     return True
 
 
@@ -262,12 +262,12 @@ _KEPT = 4096  # changes per GPU: older nodes belong to the default stream
 
 def _note(gpu: VirtualGPU) -> None:
     """Note the next node's number, and the stream from then on (None: the default one)."""
-    kept, number = _streams.of(gpu), _next_number()
-    changes = kept.changes
+    current, number = _streams.of(gpu), _next_number()
+    changes = current.changes
     if changes and changes[-1][0] == number:
         changes.pop()  # no node was made meanwhile
-    if (changes[-1][1] if changes else None) != kept.stream:
-        changes.append((number, kept.stream))
+    if (changes[-1][1] if changes else None) != current.stream:
+        changes.append((number, current.stream))
     if len(changes) > _KEPT:
         del changes[: _KEPT // 2]
 
