@@ -422,7 +422,7 @@ def test_the_state_of_a_generator_is_a_seed_and_an_offset_and_there_are_generato
     twin = torch.Generator(device="cuda").manual_seed(7)
     twin.set_state(load(saved(later)))
     same(torch.randn(50, device=gpus[0], generator=twin), wanted)
-    assert twin.get_offset() == 8 and twin.initial_seed() == 7
+    assert twin.get_offset() == 8 and twin.initial_seed() == 7 and torch.Generator("cuda").device == gpus[0]
     drawn = []
     for offset in (40, 44, 40):
         twin.set_offset(offset)
@@ -431,10 +431,8 @@ def test_the_state_of_a_generator_is_a_seed_and_an_offset_and_there_are_generato
     for wrong, error in ((later[:5], RuntimeError), (later.float(), TypeError), (later.to(gpus[1]), TypeError)):
         with pytest.raises(error, match="RNG state"):
             torch.cuda.set_rng_state(wrong)
-    make = torch.Generator(device="cuda:1")
-    assert make.device == gpus[1] and isinstance(make, torch.Generator)
-    assert torch.Generator("cuda").device == gpus[0] and torch.Generator().device.type == "cpu"
-    default, drawn = torch.cuda.get_rng_state(1), []
+    make, default, drawn = torch.Generator(device="cuda:1"), torch.cuda.get_rng_state(1), []
+    assert make.device == gpus[1] and isinstance(make, torch.Generator) and torch.Generator().device.type == "cpu"
     for _ in range(2):
         make.manual_seed(3)
         drawn.append(torch.rand(4, device=gpus[1], generator=make).tolist())
@@ -446,6 +444,8 @@ def test_the_state_of_a_generator_is_a_seed_and_an_offset_and_there_are_generato
             torch.rand(4, device=device, generator=wrong)
         with pytest.raises(RuntimeError, match=expected):
             torch.empty(4, device=device).normal_(generator=wrong)
+    with virtual_gpus(1, kind="RTX 3090", shapes_only=True):  # 82 multiprocessors with 1,536 threads, 4 numbers each
+        assert torch.rand(503_809, device="cuda").is_cuda and torch.cuda.get_rng_state()[8] == 8
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

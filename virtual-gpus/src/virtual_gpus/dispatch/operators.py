@@ -330,7 +330,7 @@ def _draw(call: OpCall) -> Any:
     result = _ask(call, run) if call.gpu.machine.shapes_only else run()
     if generator is not None:
         elements = result.numel() if isinstance(result, torch.Tensor) else 1
-        count_draws(generator, elements, call.gpu.spec.multi_processor_count)
+        count_draws(generator, elements, call.gpu.spec.multi_processor_count * call.gpu.spec.threads)
     return result
 
 

@@ -30,7 +30,7 @@ def device_of_generator(generator: torch.Generator) -> torch.device:
 _STATE_BYTES = 16  # what a CUDA generator's state has: its seed and its offset (CUDAGeneratorImpl.cpp)
 _REMEMBERED = 64  # states that were read, per generator
 _MASK = (1 << 64) - 1
-_THREADS_PER_BLOCK, _BLOCKS_PER_MULTIPROCESSOR, _PER_CALL = 256, 8, 4
+_THREADS_PER_BLOCK, _PER_CALL = 256, 4
 
 
 class _AnyGenerator(type(torch._C.Generator)):
@@ -165,11 +165,11 @@ def _mixed(seed: int, offset: int) -> int:
     return value ^ (value >> 31)
 
 
-def count_draws(generator: torch.Generator, elements: int, multiprocessors: int = 1) -> None:
-    """Move a GPU generator's offset by `elements` numbers (`calc_execution_policy`, DistributionTemplates.h)."""
+def count_draws(generator: torch.Generator, elements: int, threads: int = 0) -> None:
+    """Move a generator's offset by `elements` numbers, which so many threads draw at once (DistributionTemplates.h)."""
     original = _generators.get(generator._cdata)  # type: ignore  # not in PyTorch's stubs
     if original is not None:
-        blocks = min(multiprocessors * _BLOCKS_PER_MULTIPROCESSOR, ceil_div(elements, _THREADS_PER_BLOCK)) or 1
+        blocks = min(threads // _THREADS_PER_BLOCK, ceil_div(elements, _THREADS_PER_BLOCK)) or 1
         original._offset += _PER_CALL * max(1, ceil_div(elements, blocks * _THREADS_PER_BLOCK * _PER_CALL))
 
 
