@@ -70,6 +70,7 @@ ELSEWHERE = {
     "torch.compile returns PyTorch's own objects": "test_compile.py::test_what_is_returned_is_pytorch_s",
     "`torch.use_deterministic_algorithms(True)`": "test_errors.py::test_operators_without_a_deterministic",
     "Without cuDNN": "test_cuda_convolutions.py::test_memory_and_time_know_the_same_kernels_and",
+    "Batch norm without cuDNN": "test_cuda_operators.py::test_a_batch_norm_takes_the_memory_and_the_time",
     "Products and convolutions of whole": "test_errors.py::test_what_cuda_refuses_and_the_cpu_computes",
     "Operators on lists": "test_every_operator.py::test_an_operator_on_lists",
     "The inference fast path": "test_correctness.py::an_encoder_in_evaluation",

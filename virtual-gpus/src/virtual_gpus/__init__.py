@@ -51,8 +51,8 @@ __all__ = ["NotModelled", "RaceError", "active_machine", "block_address", "recor
 __version__ = "0.2.0"
 
 _FOLDER = Path(__file__).parent
-_LIMITS = (path for where in ("*/", "features/*/", "features/*.") for path in sorted(_FOLDER.glob(f"{where}limits.md")))
-for _path in _LIMITS:  # each with what it is a limit of: a layer, or a feature, whose limits go with it
+_WHERE = "*/", "features/*/", "features/*.", "features/*/*."  # limits of layers, of features, of a module of one
+for _path in [path for where in _WHERE for path in sorted(_FOLDER.glob(f"{where}limits.md"))]:
     _of = _path.name.removesuffix("limits.md").removesuffix(".") or _path.parent.name
     __doc__ = f"{__doc__}\n{_of}:\n\n{_path.read_text(encoding='utf-8')}"
 

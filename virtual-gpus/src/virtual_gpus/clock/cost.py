@@ -9,9 +9,9 @@ bytes: it reads its inputs and writes its results once. That is wrong for one th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from operator import attrgetter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from virtual_gpus import figures
 from virtual_gpus.clock.work import Cost, Operand, Operation
@@ -55,11 +55,14 @@ def bytes_of(operands: Parts) -> int:
 all_bytes: Bytes = attrgetter("nbytes")  # of arguments and results
 
 
-def moves(row: str, nbytes: Bytes = all_bytes, is_fusible: bool = True, host: float = 0.0) -> OperatorClass:
-    """Operators that only move bytes. row: among the fitted figures. host: see `Cost`."""
-    return OperatorClass(_moving(nbytes, **FITTED[row], host=host), is_fusible)
+def moves(
+    row: str, nbytes: Bytes = all_bytes, is_fusible: bool = True, host: float = 0.0, rows: Mapping[str, Any] = FITTED
+) -> OperatorClass:
+    """Operators that only move bytes. row: among the fitted figures, `rows`. host: see `Cost`."""
+    return OperatorClass(_moving(nbytes, **rows[row], host=host), is_fusible)
 
 
 READS_AND_WRITES = OperatorClass(_moving(all_bytes, 1))
+COPIES = OperatorClass(_moving(lambda operation: 2 * operation.outputs[0].nbytes, 1))  # reads as much as it writes
 FREE = OperatorClass(_moving(lambda operation: 0, 0, 0), is_fusible=False)
 CHARGED_ELSEWHERE = OperatorClass(_moving(lambda operation: 0, 0, 0, host=None), is_fusible=False)  # by the feature

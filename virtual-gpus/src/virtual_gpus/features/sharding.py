@@ -14,7 +14,7 @@ from types import FrameType
 import torch
 
 from virtual_gpus.arithmetic import ceil_div, rounded_up
-from virtual_gpus.clock.cost import READS_AND_WRITES, moves
+from virtual_gpus.clock.cost import COPIES, READS_AND_WRITES, moves
 from virtual_gpus.dispatch.operators import OpCall, Row
 from virtual_gpus.placement.storages import ScratchBlock
 from virtual_gpus.timeline.peak import BUFFERS, GATHERED, GRADIENTS, PARAMETERS
@@ -84,7 +84,7 @@ OPERATORS = {
         moves("split", lambda operation: 2 * operation.inputs[0].nbytes, is_fusible=False), split_with_sizes_copy),
     "_chunk_cat": Row(READS_AND_WRITES, chunk_cat),
     **dict.fromkeys(("chunk_cat", "chunk_cat_mixed_dtype"), Row(moves("chunked", is_fusible=False), chunk_cat)),
-    "all_gather_copy_in": Row(moves("copied_in", lambda operation: 2 * operation.outputs[0].nbytes, is_fusible=False)),
+    "all_gather_copy_in": Row(COPIES._replace(is_fusible=False)),
 }  # fmt: skip
 ALLOCATES = [("fsdp/_fully_shard/_fsdp_collectives.py", ("foreach_reduce",), BUFFERS, _whole_gradients),
              ("fsdp/_fully_shard/_fsdp_collectives.py", None, GATHERED),

@@ -10,7 +10,7 @@ their `units` by their names. Then a figure is only its number.
 - architectures.toml: what all kinds of a compute capability have.
 - links.toml: links between GPUs, and networks between machines.
 - host.toml: what it costs the host to issue work.
-- operators.toml: what operators take besides the reading and writing of their bytes.
+- operators.toml: what operators of several features take besides the reading and writing of their bytes.
 
 What only one feature has is in `figures.toml` in its folder (`beside`).
 """

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend
 from torch.overrides import handle_torch_function, has_torch_function
 
+from virtual_gpus import figures
 from virtual_gpus.clock.cost import moves
 from virtual_gpus.dispatch.copies import is_transformed
 from virtual_gpus.dispatch.operators import OpCall, Row
@@ -179,7 +180,7 @@ def get_fastpath_enabled() -> bool:
     return False
 
 
-OPERATORS = {"_safe_softmax": Row(moves("safe_softmax"), safe_softmax)}
+OPERATORS = {"_safe_softmax": Row(moves("safe_softmax", rows=figures.beside(__file__)), safe_softmax)}
 
 
 def patches() -> list[Patch]:

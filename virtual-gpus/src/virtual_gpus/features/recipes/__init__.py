@@ -28,10 +28,16 @@ The rules come from these sources:
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 from torch._prims_common import alert_not_deterministic
 
+from virtual_gpus import figures
+from virtual_gpus.clock import cost
 from virtual_gpus.dispatch.operators import OpCall
+
+FIGURES = figures.beside(__file__)["formulas"]  # what the operators take beside their bytes
+moves = partial(cost.moves, rows=FIGURES)
 
 
 def not_deterministic(kernel: str, only_if: Callable[[OpCall], bool] = lambda call: True) -> Callable[[OpCall], None]:

@@ -5,15 +5,15 @@ from __future__ import annotations
 
 import torch
 
-from virtual_gpus.clock.cost import FITTED, READS_AND_WRITES, OperatorClass, moves
+from virtual_gpus.clock.cost import READS_AND_WRITES, OperatorClass
 from virtual_gpus.clock.work import Cost, Operation
 from virtual_gpus.dispatch.operators import OpCall, Row
-from virtual_gpus.features.recipes import not_deterministic
+from virtual_gpus.features.recipes import FIGURES, moves, not_deterministic
 from virtual_gpus.features.recipes.packed_inputs import packed
 
 
 def _max_pool_backward_cost(operation: Operation) -> Cost:
-    fitted = FITTED["max_pool_backward"]
+    fitted = FIGURES["max_pool_backward"]
     share = fitted["share_channels_last" if operation.inputs[1].channels_last else "share"]
     return Cost(fitted["floor"] * operation.kernel + operation.reading(operation.nbytes, share), 1)
 

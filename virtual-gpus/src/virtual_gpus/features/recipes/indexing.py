@@ -12,12 +12,12 @@ from math import prod
 import torch
 
 from virtual_gpus import errors
-from virtual_gpus.clock.cost import CHARGED_ELSEWHERE, FITTED, READS_AND_WRITES, Bytes, OperatorClass, bytes_of, moves
+from virtual_gpus.clock.cost import CHARGED_ELSEWHERE, READS_AND_WRITES, Bytes, OperatorClass, bytes_of
 from virtual_gpus.clock.work import Cost, Operation
 from virtual_gpus.dispatch.operators import OpCall, Row
 from virtual_gpus.dispatch.timing import charge_read, send
 from virtual_gpus.dispatch.valueless import is_mask
-from virtual_gpus.features.recipes import not_deterministic
+from virtual_gpus.features.recipes import FIGURES, moves, not_deterministic
 from virtual_gpus.features.recipes.packed_inputs import channels_first_copy, packed, packed_copies
 from virtual_gpus.patches.table import Patch
 from virtual_gpus.placement.storages import gpu_of, is_pinned, nbytes
@@ -127,7 +127,7 @@ def _multiplies(call: OpCall) -> bool:
 
 
 def _embedding_backward_cost(operation: Operation) -> Cost:
-    numbers, fitted = prod(operation.inputs[1].shape), FITTED["embedding_backward"]
+    numbers, fitted = prod(operation.inputs[1].shape), FIGURES["embedding_backward"]
     written = operation.outputs[0].nbytes + operation.inputs[0].nbytes
     floor = fitted["floor"] + fitted["per_number"] * min(numbers, _INDICES_WALKED)
     return Cost(operation.kernel * floor + operation.reading(written), 2 if numbers <= _INDICES_WALKED else 8)

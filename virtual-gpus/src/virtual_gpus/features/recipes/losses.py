@@ -9,10 +9,10 @@ from math import prod
 import torch
 
 from virtual_gpus.arithmetic import ceil_div
-from virtual_gpus.clock.cost import FITTED, READS_AND_WRITES, OperatorClass, bytes_of
+from virtual_gpus.clock.cost import READS_AND_WRITES, OperatorClass, bytes_of
 from virtual_gpus.clock.work import Cost, Operation
 from virtual_gpus.dispatch.operators import OpCall, Row
-from virtual_gpus.features.recipes import not_deterministic
+from virtual_gpus.features.recipes import FIGURES, not_deterministic
 from virtual_gpus.features.recipes.packed_inputs import channels_first_copy, packed, packed_copies
 from virtual_gpus.features.recipes.reductions import take_buffers
 from virtual_gpus.placement.storages import StorageAllocation, nbytes, put
@@ -28,7 +28,7 @@ def nll_loss_of_images(call: OpCall) -> torch.Tensor | tuple[torch.Tensor, ...]:
 
 def _nll_cost(operation: Operation) -> Cost:
     """Each of 32 threads adds up many rows, and of images (cuda/NLLLoss2d.cu) each of 1,024 a block many pixels."""
-    fitted, forward = FITTED["nll_loss"], "grad_output" not in operation.arguments
+    fitted, forward = FIGURES["nll_loss"], "grad_output" not in operation.arguments
     (rows, *sides), per_row = operation.inputs[2 - forward].shape or (1,), "per_row" if forward else "per_row_backward"
     if sides:
         blocks, at_once = max(1, prod(sides) // (1024 * 128)), 2 * operation.spec.multi_processor_count

@@ -11,9 +11,10 @@ from math import prod
 import torch
 
 from virtual_gpus.arithmetic import ceil_div, power_of_2
-from virtual_gpus.clock.cost import FITTED, OperatorClass, moves
+from virtual_gpus.clock.cost import COPIES, OperatorClass
 from virtual_gpus.clock.work import Cost, Operand, Operation
 from virtual_gpus.dispatch.operators import OpCall, Row
+from virtual_gpus.features.recipes import FIGURES, moves
 from virtual_gpus.features.recipes.packed_inputs import packed_copies
 from virtual_gpus.placement.storages import StorageAllocation, put
 
@@ -107,16 +108,16 @@ def _partial_sums(tensor: torch.Tensor, per_block: int) -> tuple[int, ...]:
 
 def _batch_norm_cost(operation: Operation) -> Cost:
     """A block of threads per channel: few channels leave the GPU half idle, unless the channels are last."""
-    arguments, fitted = operation.arguments, FITTED["batch_norm"]
+    arguments, fitted = operation.arguments, FIGURES["batch_norm"]
     mask = arguments.get("output_mask", ())
     training, backward = arguments["train" if mask else "training"], len(mask) > 0
     images, weight = operation.inputs[backward], operation.inputs[backward + 1].itemsize if arguments["weight"] else 0
     settings = operation.precision == "bf16", operation.cudnn, training, mask
     on_cudnn, last, adds = choose(images, weight, *settings)
     if not adds:
-        return _EVALUATION.cost(operation)
+        return COPIES.cost(operation)
     channels, processors = images.shape[1], operation.spec.multi_processor_count
-    direction = FITTED["batch_norm_backward" if backward else "batch_norm_forward"]
+    direction = FIGURES["batch_norm_backward" if backward else "batch_norm_forward"]
     if not (on_cudnn or last):
         # PyTorch's own kernels: a block of threads goes through the pieces of its channel one after the other
         chain = direction["chain"] + direction["per_number"] * (images.nbytes / images.itemsize / channels)
@@ -131,13 +132,12 @@ def _batch_norm_cost(operation: Operation) -> Cost:
 
 def _group_norm_cost(operation: Operation) -> Cost:
     """A block of threads per sample and group, which the statistics count: few of them leave the GPU half idle."""
-    fitted, blocks = FITTED["group_norm"], prod(operation.outputs[1].shape) if len(operation.outputs) > 1 else 1
+    fitted, blocks = FIGURES["group_norm"], prod(operation.outputs[1].shape) if len(operation.outputs) > 1 else 1
     busy = min(fitted["share"], blocks / (fitted["waves"] * operation.spec.multi_processor_count))
     images = operation.inputs[0].nbytes
     return Cost(fitted["floor"] * operation.kernel + operation.reading(images, busy) + operation.reading(2 * images), 2)
 
 
-_EVALUATION = moves("copied_in", lambda operation: 2 * operation.outputs[0].nbytes)  # reads and writes once
 _FORWARD = OperatorClass(_batch_norm_cost, depends_on_strides=True, arguments=("weight", "training"), asks_cudnn=True)
 _BACKWARD = _FORWARD._replace(arguments=("weight", "train", "output_mask"))
 OPERATORS = {

@@ -9,10 +9,10 @@ from math import prod
 
 import torch
 
-from virtual_gpus.clock.cost import CHARGED_ELSEWHERE, FITTED, READS_AND_WRITES, OperatorClass, moves
+from virtual_gpus.clock.cost import CHARGED_ELSEWHERE, FITTED, READS_AND_WRITES, OperatorClass
 from virtual_gpus.clock.work import Cost, Operation
 from virtual_gpus.dispatch.operators import OpCall, Row
-from virtual_gpus.features.recipes import not_deterministic
+from virtual_gpus.features.recipes import moves, not_deterministic
 from virtual_gpus.features.recipes.packed_inputs import channels_first_copy, packed
 from virtual_gpus.memory_model import reduction_scratch
 from virtual_gpus.threads import below, seen

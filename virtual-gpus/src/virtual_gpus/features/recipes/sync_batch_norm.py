@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from virtual_gpus.clock.cost import READS_AND_WRITES, moves
+from virtual_gpus.clock.cost import COPIES, READS_AND_WRITES
 from virtual_gpus.dispatch.operators import OpCall, Row
 from virtual_gpus.threads import below
 
@@ -94,7 +94,7 @@ def backward_elemt(call: OpCall) -> torch.Tensor:
         return _placed(call, of_input.to(x.dtype))
 
 
-_NORMALIZES = moves("copied_in", lambda operation: 2 * operation.outputs[0].nbytes, is_fusible=False)
+_NORMALIZES = COPIES._replace(is_fusible=False)
 OPERATORS = {
     "batch_norm_stats": Row(READS_AND_WRITES, stats),
     "batch_norm_gather_stats_with_counts": Row(READS_AND_WRITES, gather_stats),
