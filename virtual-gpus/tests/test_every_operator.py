@@ -3,8 +3,9 @@
 import pytest
 import torch
 from measuring import recorded
+from virtual_gpus.clock import cost
 from virtual_gpus.dispatch import timing
-from virtual_gpus.dispatch.operators import operator
+from virtual_gpus.dispatch.operators import operator, row_of
 
 SIDE, MIB = 1024, 1 << 20
 GPUS = {"count": 1, "kind": "H200", "shapes_only": True}
@@ -18,14 +19,20 @@ def forgotten(monkeypatch, gpus):
     monkeypatch.setattr(timing, "_kept", {})
 
 
-def overloads(condition):
-    """(overload, arguments that have no default) of the ATen operators with a named argument of this kind."""
+def every_overload():
+    """Those of the ATen operators."""
     for full in sorted(torch._C._dispatch_get_all_op_names()):
         name, _, overload = full.removeprefix("aten::").partition(".")
         func = getattr(getattr(torch.ops.aten, name, None), overload or "default", None)
         if full.startswith("aten::") and func is not None and not operator(func).is_composite:
-            if any(a.kwarg_only and condition(a) for a in func._schema.arguments):
-                yield func, needed(func)
+            yield func
+
+
+def overloads(condition):
+    """(overload, arguments that have no default) of the ATen operators with a named argument of this kind."""
+    for func in every_overload():
+        if any(a.kwarg_only and condition(a) for a in func._schema.arguments):
+            yield func, needed(func)
 
 
 def needed(func):
@@ -91,6 +98,34 @@ def test_a_type_that_is_asked_for_takes_its_time_whatever_was_asked_before():
     size = (1 << 28,)
     zeros = [lambda dtype=dtype: torch.zeros(size, dtype=dtype, device="cuda") for dtype in (torch.float64, torch.int8)]
     assert seconds(zeros[0]) > 6 * seconds(zeros[1])
+
+
+# Their functional forms serve functionalization alone and copy the argument first, or read what they draw by.
+APART = {"_index_put_impl_", "resize_", "set_", "zero_", "bernoulli_", "cauchy_", "exponential_", "geometric_",
+         "log_normal_", "normal_", "random_", "uniform_"}  # fmt: skip
+
+# Of those that draw numbers and have no tensor beside the one that they write on. The last two exist for CUDA alone.
+SORTS_OR_READS = {"randperm", "normal", "rrelu_with_noise_", "_fill_mem_eff_dropout_mask_", "_cudnn_init_dropout_state"}
+
+
+def test_the_forms_of_an_operator_share_a_class_of_time():
+    bases = {operator(func).base: operator(func) for func in every_overload()}  # `out=` has the same name
+    in_place = {name for name in bases if name.removesuffix("_") in bases.keys() - {name}}
+    different = {name for name in in_place if row_of(name).cost != row_of(name.removesuffix("_")).cost}
+    assert different == APART and {"cumsum_", "addr_", "fill_"} < in_place
+    assert not [name for name in in_place if row_of(name).cost is cost.CHARGED_ELSEWHERE]
+    assert operator(torch.ops.aten.add_.Tensor).recipe is not operator(torch.ops.aten.add.Tensor).recipe
+
+
+def test_what_only_writes_random_numbers_is_in_one_class():
+    drawn = set()
+    for func in every_overload():
+        facts = operator(func)
+        read = {a.name for a in func._schema.arguments if "Tensor" in str(a.type)} - facts.written
+        if torch.Tag.nondeterministic_seeded in func.tags and (not read or facts.base.endswith("_like")):
+            drawn.add(facts.base)
+    others = {name for name in drawn if row_of(name).cost != row_of("fill_").cost}
+    assert others <= SORTS_OR_READS and {"rand_like", "randint", "geometric_", "cauchy_"} < drawn, others
 
 
 def test_a_complex_product_is_four_real_ones():

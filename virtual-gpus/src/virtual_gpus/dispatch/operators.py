@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -17,7 +17,7 @@ import torch
 from torch._library.custom_ops import OPDEFS
 
 from virtual_gpus import errors
-from virtual_gpus.clock.cost import CHARGED_ELSEWHERE, FREE, READS_AND_WRITES, OperatorClass, Parts, bytes_of, moves
+from virtual_gpus.clock.cost import CHARGED_ELSEWHERE, READS_AND_WRITES, OperatorClass, Parts
 from virtual_gpus.clock.work import Cost, Operation
 from virtual_gpus.dispatch import known
 from virtual_gpus.gpus import GPUSpec, Precision
@@ -64,22 +64,20 @@ class Row:
         return self.recipe is not None and self.cost is CHARGED_ELSEWHERE
 
 
-# By the base name of an operator ("mm"), or "_foreach_*" for all of these that have none, and by `Operator.kind`;
-# features add theirs. What only fills tensors writes its result, or its argument.
-_FILL = Row(moves("fill", lambda operation: bytes_of(operation.outputs or operation.inputs[:1])))
-ROWS: dict[str, Row] = {
-    **dict.fromkeys(("zero_", "fill_", "zeros", "ones", "full", "zeros_like", "ones_like", "full_like", "new_zeros",
-                     "new_ones", "new_full", "arange", "bernoulli_", "normal_", "uniform_", "random_", "randn", "rand",
-                     "randint"), _FILL),
-    **dict.fromkeys(("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "set_",
-                     "resize_", "lift_fresh", "_reshape_alias"), Row(FREE)),
-}  # fmt: skip
+# Features add theirs: by the base name of an operator ("mm"), or "_foreach_*" for all of these that have none, and by
+# `Operator.kind`.
+ROWS: dict[str, Row] = {}
 ROUTES: dict[RouteKind, Route] = {}
 _NO_ROW = Row(READS_AND_WRITES)
 
 
 def row_of(name: str) -> Row:
-    """All that is known of the ATen operator `name` (no overload): its own row, or that of all with its first word."""
+    """All that is known of the ATen operator `name` (no overload): its own row, or that of all with its first word.
+
+    "add_" without a row has that of "add", less what computes a new tensor: its recipe and its kernel.
+    """
+    if name not in ROWS and (functional := ROWS.get(name.removesuffix("_"))):
+        return replace(functional, recipe=None, cpu_kernel=None)
     return ROWS.get(name) or ROWS.get(f"{name[: name.find('_', 1)]}_*", _NO_ROW)
 
 

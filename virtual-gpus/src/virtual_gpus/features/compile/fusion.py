@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from virtual_gpus.dispatch.operators import OpCall, row_of
+from virtual_gpus.dispatch.operators import OpCall
 from virtual_gpus.dispatch.timing import await_tensors
 from virtual_gpus.follower import Charger
 from virtual_gpus.machine import VirtualGPU
@@ -42,7 +42,7 @@ class Fusion(Charger[VirtualGPU]):
             return False
         if call.op.is_view:
             return True
-        if not row_of(call.op.base).cost.is_fusible:
+        if not call.op.row.cost.is_fusible:
             return False
         self._charge(call.gpu, call.op.base, call.tensors, unwritten=False)
         for tensor in tensors_in(result):

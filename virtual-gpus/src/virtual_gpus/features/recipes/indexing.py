@@ -198,16 +198,16 @@ OPERATORS = {
     "embedding_dense_backward": Row(OperatorClass(_embedding_backward_cost, is_fusible=False), embedding_backward),
     **dict.fromkeys(("index_select", "gather", "take"), Row(_TAKES)),
     **dict.fromkeys(("_embedding_bag", "_embedding_bag_forward_only"), Row(_BAGS)),
-    **dict.fromkeys(("index_copy", "index_copy_"), Row(_COPIES)),
-    **dict.fromkeys(("index_add", "index_add_", "scatter_add", "scatter_add_"), Row(_ADDS)),
+    "index_copy": Row(_COPIES),
+    **dict.fromkeys(("index_add", "scatter_add"), Row(_ADDS)),
     **dict.fromkeys(("select_backward", "slice_backward"), Row(_ZEROS_AND_VALUES)),
-    **dict.fromkeys(("masked_fill", "masked_fill_"), _row(mixture=mask_elsewhere)),
+    "masked_fill": _row(mixture=mask_elsewhere),
     **dict.fromkeys(("_embedding_bag_backward", "_embedding_bag_dense_backward"), _row(check=_OF_BAGS)),
-    **dict.fromkeys(("index_reduce", "index_reduce_"), Row(_ADDS, check=not_deterministic("index_reduce_cuda"))),
+    "index_reduce": Row(_ADDS, check=not_deterministic("index_reduce_cuda")),
     # The CPU's kernel refuses the other calls of `put_` itself.
-    **dict.fromkeys(("put", "put_"), Row(_SCATTERS, check=not_deterministic("put_", lambda call: call["accumulate"]))),
-    **dict.fromkeys(("scatter", "scatter_"), Row(_SCATTERS, check=_OF_PRODUCTS)),
-    **dict.fromkeys(("scatter_reduce", "scatter_reduce_"), Row(_SCATTERS, check=_OF_REDUCED)),
+    "put": Row(_SCATTERS, check=not_deterministic("put_", lambda call: call["accumulate"])),
+    "scatter": Row(_SCATTERS, check=_OF_PRODUCTS),
+    "scatter_reduce": Row(_SCATTERS, check=_OF_REDUCED),
 }
 
 

@@ -12,8 +12,10 @@ from torch.overrides import handle_torch_function, has_torch_function
 from torch.types import Device
 from torch.utils._device import _device_constructors
 
+from virtual_gpus.clock.cost import FREE, bytes_of, moves
 from virtual_gpus.dispatch.copies import move
 from virtual_gpus.dispatch.mode import enter_thread
+from virtual_gpus.dispatch.operators import Row
 from virtual_gpus.entrance import entrance
 from virtual_gpus.features.tensors.autograd import beside
 from virtual_gpus.features.tensors.device_numbers import named
@@ -31,6 +33,17 @@ _SHARED = (torch.Tensor, torch.UntypedStorage, torch.TypedStorage)
 _raw_new: Make = torch._C.TensorBase.new
 _default_device = functools.partial(getattr, torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)
 _default_before: list[object] = []  # what torch.set_default_device had set when the GPUs went on
+# These write their result, or the argument that they fill, and read nothing. Sources: TensorFactories.cpp,
+# RangeFactories.cu and Distributions.cu in aten/src/ATen/native and its cuda.
+_FILL = Row(moves("fill", lambda operation: bytes_of(operation.outputs or operation.inputs[:1])))
+OPERATORS = {
+    **dict.fromkeys(("zeros", "ones", "full", "zeros_like", "ones_like", "full_like", "new_zeros", "new_ones",
+                     "new_full", "scalar_tensor", "zero_", "fill", "arange", "range", "linspace", "logspace"), _FILL),
+    **dict.fromkeys(("rand", "randn", "randint", "rand_like", "randn_like", "randint_like", "bernoulli_", "cauchy_",
+                     "exponential_", "geometric_", "log_normal_", "normal_", "random_", "uniform_"), _FILL),
+    **dict.fromkeys(("empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided", "set_",
+                     "resize_", "lift_fresh", "_reshape_alias"), Row(FREE)),
+}  # fmt: skip
 
 
 def _maker(name: str) -> _Factory:
