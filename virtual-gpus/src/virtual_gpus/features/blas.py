@@ -87,15 +87,8 @@ def leave_handle(gpu: VirtualGPU, holder: object) -> None:
 # ---- operators ------------------------------------------------------------------------------------------------------
 
 
-# Where the two matrices stand among an operator's arguments.
-_MATRICES = dict.fromkeys(("mm", "bmm"), slice(0, 2))
-_MATRICES |= dict.fromkeys(("addmm", "addmm_", "baddbmm", "baddbmm_", "_addmm_activation"), slice(1, 3))
-_NO_MATRICES = slice(0)
 _HOST = added_on_host("product")
-# The kernels of operators that take no whole numbers (ATen/native/cuda/Blas.cpp).
-_KERNELS = dict.fromkeys(("mm", "addmm", "addmm_", "_addmm_activation", "addbmm", "addbmm_"), "addmm_cuda")
-_KERNELS |= dict.fromkeys(("bmm", "baddbmm", "baddbmm_"), "baddbmm_cuda") | dict.fromkeys(("dot", "vdot"), "dot")
-_KERNELS |= dict.fromkeys(("mv", "addmv", "addmv_"), "addmv_impl_cuda")
+_FIRST_TWO, _LAST_TWO, _NONE = slice(0, 2), slice(1, 3), slice(0)  # where an operator's two matrices are
 
 
 def copied_bytes(matrix: torch.Tensor) -> int:
@@ -113,28 +106,31 @@ def copied_bytes(matrix: torch.Tensor) -> int:
     return 0 if by_rows or by_columns else nbytes(matrix)
 
 
-def with_workspace(call: OpCall, lt: bool = False) -> torch.Tensor:
+def with_workspace(call: OpCall, kernel: str = "", matrices: slice = _NONE, lt: bool = False) -> torch.Tensor:
     """Have the result, then copies of matrices that cuBLAS cannot read, and its workspace: none if it is empty.
-    Raises NotImplementedError for whole numbers."""
+
+    kernel: the name in NotImplementedError, which it raises for whole numbers (ATen/native/cuda/Blas.cpp); "": it does
+    not. matrices: where they are among the arguments, if they may need a copy. lt: whether cublasLt multiplies them.
+    """
     first, empty = call.tensors[0], not all(map(torch.Tensor.numel, call.tensors[: call.op.takes_first]))
-    if first.dtype not in MULTIPLIED and not empty and call.op.base in _KERNELS:
-        raise errors.not_implemented(_KERNELS[call.op.base], first)
+    if kernel and not empty and first.dtype not in MULTIPLIED:
+        raise errors.not_implemented(kernel, first)
     result = call.run()
     if empty:
         return result
     handles: Handles = call.gpu.feature_state.get(_handles) or _handles.of(call.gpu)  # the former spares calls
-    matrices = call.args[_MATRICES.get(call.op.base, _NO_MATRICES)]
-    if all(map(torch.Tensor.is_contiguous, matrices)):
+    given = call.args[matrices]
+    if all(map(torch.Tensor.is_contiguous, given)):
         handles.work(lt)
         return result
-    with call.scratch(*filter(None, map(copied_bytes, matrices))):
+    with call.scratch(*filter(None, map(copied_bytes, given))):
         handles.work(lt)
     return result
 
 
 def addmm(call: OpCall) -> torch.Tensor:
     """With a bias vector the product goes through cublasLt."""
-    return with_workspace(call, _handles.of(call.gpu).lt_is_on and _has_lt_bias(call))
+    return with_workspace(call, "addmm_cuda", _LAST_TWO, _handles.of(call.gpu).lt_is_on and _has_lt_bias(call))
 
 
 def _has_lt_bias(call: OpCall) -> bool:
@@ -171,16 +167,20 @@ def _added(operation: Operation) -> Cost:
 _PRODUCT = OperatorClass(_matrices, is_fusible=False, tf32_setting="matmul", depends_on_strides=True)
 _ADDED = OperatorClass(_added, is_fusible=False, tf32_setting="matmul", depends_on_strides=True)
 _VECTOR = moves("vector", is_fusible=False, host=_HOST)
-_LT = functools.partial(with_workspace, lt=True)
+_of = functools.partial(functools.partial, with_workspace)  # the recipe, with what it needs of an operator
 OPERATORS = {
-    **dict.fromkeys(("mm", "bmm"), Row(_PRODUCT, with_workspace, cpu_kernel=in_its_type)),
-    "baddbmm": Row(_ADDED, with_workspace, cpu_kernel=in_its_type),
-    **dict.fromkeys(("baddbmm_", "addmm_", "addbmm", "addbmm_"), Row(_ADDED, with_workspace)),
+    "mm": Row(_PRODUCT, _of(kernel="addmm_cuda", matrices=_FIRST_TWO), cpu_kernel=in_its_type),
+    "bmm": Row(_PRODUCT, _of(kernel="baddbmm_cuda", matrices=_FIRST_TWO), cpu_kernel=in_its_type),
     "addmm": Row(_ADDED, addmm, cpu_kernel=in_its_type),
     "_addmm_activation": Row(_ADDED, addmm),
-    **dict.fromkeys(("_int_mm", "_scaled_mm"), Row(_PRODUCT, _LT)),
+    "addmm_": Row(_ADDED, _of(kernel="addmm_cuda", matrices=_LAST_TWO)),
+    "baddbmm": Row(_ADDED, _of(kernel="baddbmm_cuda", matrices=_LAST_TWO), cpu_kernel=in_its_type),
+    "baddbmm_": Row(_ADDED, _of(kernel="baddbmm_cuda", matrices=_LAST_TWO)),
+    **dict.fromkeys(("addbmm", "addbmm_"), Row(_ADDED, _of(kernel="addmm_cuda"))),
+    **dict.fromkeys(("_int_mm", "_scaled_mm"), Row(_PRODUCT, _of(lt=True))),
     "_grouped_mm": Row(_PRODUCT),
-    **dict.fromkeys(("mv", "addmv", "addmv_", "dot", "vdot"), Row(_VECTOR, with_workspace)),
+    **dict.fromkeys(("mv", "addmv", "addmv_"), Row(_VECTOR, _of(kernel="addmv_impl_cuda"))),
+    **dict.fromkeys(("dot", "vdot"), Row(_VECTOR, _of(kernel="dot"))),
     **dict.fromkeys(("ger", "addr"), Row(_VECTOR)),
     **dict.fromkeys(("linalg_solve_triangular", "triangular_solve"), Row(READS_AND_WRITES, with_workspace)),
 }

@@ -26,30 +26,31 @@ def _without_cudnn(call: OpCall) -> bool:
     return not (mode_fits and input_fits and torch._C._get_cudnn_enabled())
 
 
-_BACKWARD = """reflection_pad2d replication_pad2d upsample_nearest1d upsample_nearest2d upsample_nearest3d
-upsample_bilinear2d upsample_trilinear3d upsample_bicubic2d _adaptive_avg_pool2d _adaptive_avg_pool3d
-adaptive_max_pool2d"""
-_FORWARD = ("max_pool2d_with_indices", "max_pool3d_with_indices", "avg_pool2d", "avg_pool3d", "upsample_nearest2d")
-_REFUSED = """replication_pad1d replication_pad2d replication_pad3d grid_sampler_3d avg_pool3d _adaptive_avg_pool2d
-_adaptive_avg_pool3d adaptive_max_pool2d fractional_max_pool2d fractional_max_pool3d max_pool3d_with_indices"""
-_REFUSED_OUT = """reflection_pad1d reflection_pad3d upsample_linear1d upsample_bilinear2d upsample_bicubic2d
-upsample_trilinear3d _upsample_bilinear2d_aa _upsample_bicubic2d_aa"""
-_PACKED = {
-    **{f"{op}_backward": packed("grad_output") for op in _BACKWARD.split()},
-    **dict.fromkeys(_FORWARD, packed("self")),
-    **dict.fromkeys(("max_pool2d_with_indices_backward", "max_pool3d_with_indices_backward"),
-                    packed("grad_output", "self")),
-    **dict.fromkeys(("avg_pool2d_backward", "avg_pool3d_backward"), packed("self", "grad_output")),
-}  # fmt: skip
-_TIMES = {
-    "max_pool2d_with_indices": moves("max_pool"),
-    "max_pool2d_with_indices_backward": OperatorClass(_max_pool_backward_cost, depends_on_strides=True),
-}
-_CHECKS = {
-    **{f"{op}_backward": not_deterministic(f"{op.strip('_')}_backward_cuda") for op in _REFUSED.split()},
-    **{f"{op}_backward": not_deterministic(f"{op.strip('_')}_backward_out_cuda") for op in _REFUSED_OUT.split()},
-    "grid_sampler_2d_backward": not_deterministic("grid_sampler_2d_backward_cuda", _without_cudnn),
-}
+def _gradients(names: str, *inputs: str, refused: str = "") -> dict[str, Row]:
+    """Rows of backward passes. inputs: those that are packed. refused: how the name of a kernel ends that
+    `torch.use_deterministic_algorithms` refuses, if it does."""
+    recipe = packed(*inputs) if inputs else None
+    checks = {op: not_deterministic(f"{op.strip('_')}_backward_{refused}") if refused else None for op in names.split()}
+    return {f"{op}_backward": Row(READS_AND_WRITES, recipe, check) for op, check in checks.items()}
+
+
+_MAX_POOL_BACKWARD = OperatorClass(_max_pool_backward_cost, depends_on_strides=True)
+_GRID_SAMPLER = not_deterministic("grid_sampler_2d_backward_cuda", _without_cudnn)
 OPERATORS = {
-    op: Row(_TIMES.get(op, READS_AND_WRITES), _PACKED.get(op), _CHECKS.get(op)) for op in _PACKED | _TIMES | _CHECKS
-}
+    "max_pool2d_with_indices": Row(moves("max_pool"), packed("self")),
+    "max_pool2d_with_indices_backward": Row(_MAX_POOL_BACKWARD, packed("grad_output", "self")),
+    **dict.fromkeys(("max_pool3d_with_indices", "avg_pool2d", "avg_pool3d", "upsample_nearest2d"),
+                    Row(READS_AND_WRITES, packed("self"))),
+    **_gradients("max_pool3d_with_indices", "grad_output", "self", refused="cuda"),
+    **_gradients("avg_pool2d", "self", "grad_output"),
+    **_gradients("avg_pool3d", "self", "grad_output", refused="cuda"),
+    **_gradients("reflection_pad2d upsample_nearest1d upsample_nearest2d upsample_nearest3d", "grad_output"),
+    **_gradients("replication_pad2d _adaptive_avg_pool2d _adaptive_avg_pool3d adaptive_max_pool2d", "grad_output",
+                 refused="cuda"),
+    **_gradients("replication_pad1d replication_pad3d grid_sampler_3d fractional_max_pool2d fractional_max_pool3d",
+                 refused="cuda"),
+    **_gradients("upsample_bilinear2d upsample_bicubic2d upsample_trilinear3d", "grad_output", refused="out_cuda"),
+    **_gradients("reflection_pad1d reflection_pad3d upsample_linear1d _upsample_bilinear2d_aa _upsample_bicubic2d_aa",
+                 refused="out_cuda"),
+    "grid_sampler_2d_backward": Row(READS_AND_WRITES, check=_GRID_SAMPLER),
+}  # fmt: skip
