@@ -187,10 +187,10 @@ class Track:
         """A collective fills a storage. allocation: its record, which may go before that."""
         self._late[id(allocation)] = arrival, ref(allocation)
 
-    def arrival_of(self, allocation: object) -> Arrival | None:
-        """When a collective fills a storage; None if nothing is on its way there."""
-        arrival, owner = self._late.get(id(allocation), (None, None))
-        return arrival if owner is not None and owner() is allocation else None
+    def arrivals(self, allocations: Iterable[object]) -> list[Arrival]:
+        """When collectives fill storages, of those of which one is on its way there."""
+        late = ((self._late.get(id(allocation)), allocation) for allocation in allocations)
+        return [row[0] for row, allocation in late if row is not None and row[1]() is allocation]
 
     def forget_past(self, ready: float) -> None:
         """Forget what is here by then or has lost its storage. Other threads may add and forget, so it takes a copy."""

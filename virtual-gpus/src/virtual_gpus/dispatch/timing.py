@@ -178,10 +178,8 @@ def await_tensors(gpu: VirtualGPU, tensors: Iterable[torch.Tensor]) -> None:
     if not track.expected:
         return
     ready = clock.ready(gpu.slot, stream)
-    for tensor in tensors:
-        arrival = track.arrival_of(allocation_of(tensor))
-        if arrival is not None:
-            clock.hold(gpu.slot, stream, arrival.time())
+    for arrival in track.arrivals(map(allocation_of, tensors)):
+        clock.hold(gpu.slot, stream, arrival.time())
     track.forget_past(ready)
 
 

@@ -45,13 +45,9 @@ def begins(gpu: VirtualGPU, lane: Lane, tensors: Iterable[torch.Tensor]) -> floa
     tensors is done."""
     clock = gpu.machine.clock
     now = clock.spend(clock.host.operator, gpu.slot)
-    begins = max(now, clock.ready(gpu.slot, gpu.stream), *(clock.ready(gpu.slot, queue) for queue in lane.after))
-    track = clock.tracks[gpu.slot]
-    for tensor in tensors if track.expected else ():
-        arrival = track.arrival_of(allocation_of(tensor))
-        if arrival is not None and arrival.known:
-            begins = max(begins, arrival.time())
-    return begins
+    arrivals = clock.tracks[gpu.slot].arrivals(map(allocation_of, tensors))
+    known = [arrival.time() for arrival in arrivals if arrival.known]
+    return max(now, *(clock.ready(gpu.slot, queue) for queue in (gpu.stream, *lane.after)), *known)
 
 
 def occupy(gpu: VirtualGPU, lane: Lane, start: float, end: float, sent: float) -> None:
