@@ -168,6 +168,8 @@ def test_streams_and_events_are_objects_that_work():
     side.synchronize()
     with pytest.raises(torch.AcceleratorError, match="invalid resource handle"):
         start.elapsed_time(end)  # of two GPUs
+    with pytest.raises(RuntimeError, match=r"Event device 1 does not match recording stream's device 0\."):
+        end.record()
     assert torch.cuda.Stream.priority_range() == (0, -3)
     assert [torch.cuda.Stream(priority=p).priority for p in (5, 0, -1, -9)] == [0, 0, -1, -3]
 

@@ -32,6 +32,11 @@ _raw_record_stream: Callable[..., None] = torch._C.TensorBase.record_stream
 _Device, _Id = torch.device | str | int | None, int | None
 
 
+def is_current_stream_capturing() -> bool:
+    """No CUDA graph captures a stream here. Optimizers and libraries ask."""
+    return False
+
+
 class Stream:
     """A queue of work on one GPU. `Stream(device=None, priority=0)`; also a context manager, as torch.Stream is."""
 
@@ -94,9 +99,7 @@ class Stream:
         event.record(self)
         return event
 
-    def is_capturing(self) -> bool:
-        """No CUDA graph captures a stream here."""
-        return False
+    is_capturing = staticmethod(is_current_stream_capturing)
 
     def __enter__(self) -> Stream:
         self._outer.append((current_stream(self.device_index), self._gpu.machine.current))
@@ -162,8 +165,11 @@ class Event:
 
     def record(self, stream: Stream | None = None) -> None:
         """Put the mark behind the work given so far to `stream` (default: the current one)."""
-        self._stream = current_stream() if stream is None else stream
-        self._time = self._stream._mark()
+        stream = stream or current_stream()
+        own, given = (self._stream or stream).device_index, stream.device_index
+        if own != given:
+            raise RuntimeError(f"Event device {own} does not match recording stream's device {given}.")
+        self._stream, self._time = stream, stream._mark()
 
     def wait(self, stream: Stream | None = None) -> None:
         """Make `stream` (default: the current one) wait for the mark."""
@@ -179,15 +185,15 @@ class Event:
             self._stream._gpu.machine.clock.notice(self._time)
 
     def elapsed_time(self, end_event: Event) -> float:
-        """Modelled milliseconds between two marks. Errors as PyTorch's, and CUDA's while a mark is not passed yet."""
+        """Modelled milliseconds between two marks. Errors as PyTorch's (c10/cuda/CUDAEvent.h)."""
         if not (self.enable_timing and end_event.enable_timing):
             raise ValueError("Both events must be created with argument 'enable_timing=True'.")
         if self._stream is None or end_event._stream is None:
             raise ValueError("Both events must be recorded before calculating elapsed time.")
+        if not (self.query() and end_event.query()):
+            raise RuntimeError("Both events must be completed before calculating elapsed time.")
         if self.device != end_event.device:
             raise errors.cuda_error("invalid resource handle", "cudaErrorInvalidResourceHandle")
-        if not (self.query() and end_event.query()):
-            raise torch.AcceleratorError("CUDA error: device not ready")
         return (end_event._time - self._time) * 1e3
 
     # Each process has a clock of its own.
@@ -234,11 +240,6 @@ def make_current(gpu: VirtualGPU, stream: Stream) -> None:
 def _cuda_setStream(stream_id: int, device_index: int, device_type: int = _CUDA) -> None:
     """`set_stream` by the numbers of a stream."""
     set_stream(Stream(device_index, stream_id=stream_id))
-
-
-def is_current_stream_capturing() -> bool:
-    """No CUDA graph captures a stream here. Optimizers and libraries ask."""
-    return False
 
 
 def record_stream(self: torch.Tensor, stream: Stream) -> None:
