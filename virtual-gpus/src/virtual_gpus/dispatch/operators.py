@@ -31,8 +31,6 @@ from virtual_gpus.threads import this_thread
 _KEYS = {"cuda": torch._C.DispatchKey.CUDA, "cpu": torch._C.DispatchKey.CPU,
          None: torch._C.DispatchKey.CompositeExplicitAutograd}  # fmt: skip
 
-_CROSSES_DEVICES = {"copy_", "_foreach_copy_", "set_", "_copy_from", "_copy_from_and_resize", "record_stream",
-                    "_has_compatible_shallow_copy_type"}  # fmt: skip
 # What C++ takes for CPU tensors in the place of CUDA's operators.
 _THE_CPU_S = ("_scaled_dot_product_flash_attention_for_cpu", "mkldnn_", "slow_conv3d_forward", "_functional_assert")
 RouteKind = Literal["composite", "factory", "collective", "list", "crossing", "particular", "ordinary"]
@@ -48,7 +46,9 @@ class Row:
     cost: how long it takes. recipe: how CUDA uses memory for it, see `features.recipes`. check: what CUDA refuses or
     waits for before it runs. cpu_kernel: given an overload, what computes in the place of the CPU's kernel, or None.
     on_host: the arguments that CUDA wants, or takes, on the CPU. mixture: given an `OpCall`, an argument's name, the
-    device of those before it and its own, the error for it, or None for the usual one.
+    device of those before it and its own, the error for it, or None for the usual one. crosses: whether its tensors, or
+    those of lists, may be on different devices. size_is_known: whether the host knows the size of a result that hangs
+    on values, and need not wait.
     """
 
     cost: OperatorClass
@@ -57,6 +57,8 @@ class Row:
     cpu_kernel: Callable[[torch._ops.OpOverload], Callable[..., Any] | None] | None = None
     on_host: Collection[str] = ()
     mixture: Callable[[OpCall, str, torch.device, torch.device], Exception | None] | None = None
+    crosses: bool = False
+    size_is_known: Callable[[OpCall], bool] = lambda call: False
 
     @property
     def in_parts(self) -> bool:
@@ -114,8 +116,7 @@ class Operator:
         self.names = [a.name for a in schema.arguments]
         self.positions = {name: position for position, name in enumerate(self.names)}
         self._schema, self._defaults = schema, dict[str, Any]()
-        self.is_index = "index" in self.base and "indices" in self.names
-        self.crosses = self.base in _CROSSES_DEVICES
+        self.crosses = row_of(self.base.removeprefix("_foreach_")).crosses
         self.written = {a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write}
         self.outputs = [a.name for a in schema.arguments if a.kwarg_only and a.name in self.written]  # `out=`
         self.changes_size = "resize" in self.base or self.base == "set_" or bool(self.outputs)

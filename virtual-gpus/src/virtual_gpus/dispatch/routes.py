@@ -44,7 +44,7 @@ def particular(call: OpCall) -> Any:
     if not call.on_one_gpu:
         resolve_common_device(call)
     valueless.prepare(call)
-    reads = op.needs_values and not valueless.size_is_known(call)
+    reads = op.needs_values and not op.row.size_is_known(call)
     if reads and call.gpu.machine.shapes_only:
         charge_read(call)
         return valueless.value(call)

@@ -28,22 +28,6 @@ def _as_shape(value: object) -> object:
     return value
 
 
-def size_is_known(call: OpCall) -> bool:
-    """True where it is given, and for indexing by integers: the size is the index's. A mask's depends on its values."""
-    if call.op.base == "repeat_interleave":
-        return call["output_size"] is not None
-    return call.op.is_index and not any(
-        # The host knows the values of a CPU tensor, unless `prepare` took them.
-        is_mask(index) and (gpu_of(index) is not None or call.gpu.machine.shapes_only)
-        for index in call["indices"]
-    )
-
-
-def is_mask(index: torch.Tensor | None) -> bool:
-    """True for an index that chooses elements by its values."""
-    return index is not None and index.dtype in (torch.bool, torch.uint8)
-
-
 def value(call: OpCall) -> float:
     """The answer to `.item()` and its like: nan for a float, an error for everything else."""
     is_item = call.op.base == "_local_scalar_dense"

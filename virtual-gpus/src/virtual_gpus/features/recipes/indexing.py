@@ -16,7 +16,6 @@ from virtual_gpus.clock.cost import CHARGED_ELSEWHERE, READS_AND_WRITES, Bytes, 
 from virtual_gpus.clock.work import Cost, Operation
 from virtual_gpus.dispatch.operators import OpCall, Row
 from virtual_gpus.dispatch.timing import charge_read, send
-from virtual_gpus.dispatch.valueless import is_mask
 from virtual_gpus.features.recipes import FIGURES, moves, not_deterministic
 from virtual_gpus.features.recipes.packed_inputs import channels_first_copy, packed, packed_copies
 from virtual_gpus.patches.table import Patch
@@ -70,7 +69,7 @@ def make_indices(call: OpCall) -> None:
     indices: list[torch.Tensor | None] = []
     for index in given:
         at, expanded = len(indices), [index]
-        if index is not None and gpu_of(index) is None and not is_mask(index):
+        if index is not None and gpu_of(index) is None and not _is_mask(index):
             send(nbytes(index), None, call.gpu, is_pinned(index), blocking=True)
         elif index is not None and index.dtype == torch.bool and gpu_of(index) is call.gpu and not fills:
             if call.gpu.machine.shapes_only or index.shape != tensor.shape[at:][: index.dim()]:  # C++ refuses these
@@ -80,6 +79,17 @@ def make_indices(call: OpCall) -> None:
                     expanded = index.nonzero().unbind(1)
         indices += expanded
     call.args = (tensor, indices, *others)
+
+
+def _is_mask(index: torch.Tensor | None) -> bool:
+    """True for an index that chooses elements by its values."""
+    return index is not None and index.dtype in (torch.bool, torch.uint8)
+
+
+def _are_integers(call: OpCall) -> bool:
+    """True if the indices say the size, not their values. The CPU's values are known, but for shapes only."""
+    taken = call.gpu.machine.shapes_only
+    return not any(_is_mask(index) and (taken or gpu_of(index) is not None) for index in call["indices"])
 
 
 def masked_select(call: OpCall) -> torch.Tensor:
@@ -186,13 +196,15 @@ _OF_BAGS = not_deterministic("embedding_bag_backward_cuda_max", lambda call: cal
 _OF_PRODUCTS = not_deterministic("scatter_reduce_cuda_kernel", _multiplies)
 _OF_REDUCED = not_deterministic("scatter_reduce_cuda_prod_", lambda call: call["reduce"] == "prod")
 _row = functools.partial(Row, READS_AND_WRITES)
-_indexed = functools.partial(Row, check=make_indices, on_host={"indices"}, mixture=indices_elsewhere)
+_indexed = functools.partial(Row, check=make_indices, on_host={"indices"}, mixture=indices_elsewhere,
+                             size_is_known=_are_integers)  # fmt: skip
 OPERATORS = {
     **dict.fromkeys(("index", "_unsafe_index"), _indexed(_TAKES)),
     **dict.fromkeys(("index_put", "index_put_", "_index_put_impl_", "_unsafe_index_put"), _indexed(_PUTS, index_put)),
     "masked_select": Row(CHARGED_ELSEWHERE, masked_select),
     "index_fill": Row(_FILLS),
     "index_fill_": Row(_FILLS, on_host={"index"}),  # x[i] = 5, where C++ sees CPU tensors; on CUDA it is index_put_
+    "repeat_interleave": _row(size_is_known=lambda call: call["output_size"] is not None),
     "tensor_split": _row(on_host={"tensor_indices_or_sections"}),
     "embedding": Row(_TAKES, packed("indices"), mixture=embedding_elsewhere),
     "embedding_dense_backward": Row(OperatorClass(_embedding_backward_cost, is_fusible=False), embedding_backward),

@@ -27,7 +27,7 @@ from virtual_gpus.placement.storages import storages
 
 _POOL = 32  # streams of a GPU and a priority, handed out in turn (c10/cuda/CUDAStream.cpp)
 _CUDA = 1  # c10::DeviceType::CUDA
-OPERATORS = dict.fromkeys(("record_stream", "record_grad_output_stream"), Row(FREE))
+OPERATORS = {"record_stream": Row(FREE, crosses=True), "record_grad_output_stream": Row(FREE)}
 _raw_record_stream: Callable[..., None] = torch._C.TensorBase.record_stream
 _Device, _Id = torch.device | str | int | None, int | None
 

@@ -8,8 +8,10 @@ import torch
 from torch.overrides import handle_torch_function, has_torch_function_unary
 from torch.types import Device
 
+from virtual_gpus.clock.cost import READS_AND_WRITES
 from virtual_gpus.dispatch.copies import Dtype, Format, Tensor, move
 from virtual_gpus.dispatch.mode import enter_thread
+from virtual_gpus.dispatch.operators import Row
 from virtual_gpus.entrance import entrance
 from virtual_gpus.features.tensors.device_numbers import named
 from virtual_gpus.machine import active, find_gpu
@@ -132,6 +134,10 @@ class save_on_cpu(torch.autograd.graph.save_on_cpu):
             return tensor.device, torch.empty_like(tensor, device="meta")
 
         self.pack_hook = pack
+
+
+_BETWEEN = ("copy_", "_copy_from", "_copy_from_and_resize", "_has_compatible_shallow_copy_type")
+OPERATORS = dict.fromkeys(_BETWEEN, Row(READS_AND_WRITES, crosses=True))
 
 
 def patches() -> list[Patch]:
