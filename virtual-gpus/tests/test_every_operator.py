@@ -3,13 +3,17 @@
 import pytest
 import torch
 from measuring import recorded
+from virtual_gpus import virtual_gpus
 from virtual_gpus.clock import cost
 from virtual_gpus.dispatch import timing
 from virtual_gpus.dispatch.operators import operator, row_of
+from virtual_gpus.errors import NeedsValues
+from virtual_gpus.placement.storages import tensors_in
 
 SIDE, MIB = 1024, 1 << 20
 GPUS = {"count": 1, "kind": "H200", "shapes_only": True}
 # Of those that want other arguments.
+NO_META = "binomial", "_sample_dirichlet", "_standard_gamma"
 UNKNOWN = (RuntimeError, TypeError, ValueError, AttributeError, LookupError, AssertionError)
 
 
@@ -181,3 +185,28 @@ def test_a_copy_within_a_gpu_has_its_own_name_and_an_error_in_a_shape_is_not_hid
 def test_an_operator_of_higher_order_has_all_facts():
     assert vars(operator(torch.ops.higher_order.cond)).keys() == vars(operator(torch.ops.aten.mm.default)).keys()
     assert operator(torch.ops.higher_order.cond).base == "cond"
+
+
+def test_draws_take_generators_and_move_them_on_with_values_and_without():
+    given = {"float": lambda: 0.5, "bool": lambda: True, "Optional[bool]": lambda: True, "int": lambda: 8,
+             "List[int]": lambda: [8, 8], "Tensor": lambda: torch.full((8, 8), 0.5, device="cuda")}  # fmt: skip
+
+    def drawn(func):
+        own, make = torch.cuda.default_generators[0], torch.Generator(device="cuda")
+        named = {"generator": make, "device": "cuda"}
+        start = own.get_offset()
+        try:
+            arguments = [given[str(a.type)]() for a in needed(func)]
+            result = func(*arguments, **{name: named[name] for name in named if name in operator(func).names})
+        except UNKNOWN as error:
+            return error
+        return [part.shape for part in tensors_in(result)], own.get_offset() - start, make.get_offset()
+
+    drawing, answers = [f for f in every_overload() if torch.Tag.nondeterministic_seeded in f.tags], []
+    for shapes_only in (False, True):
+        with virtual_gpus(1, shapes_only=shapes_only):
+            answers.append([drawn(func) for func in drawing])
+    ran = {func: rest for func, *rest in zip(drawing, *answers, strict=True) if isinstance(rest[0], tuple)}
+    wanting = {func for func, (wanted, answer) in ran.items() if answer != wanted}
+    assert len(ran) > 40 and {f"{func}" for func in wanting} <= {f"aten.{name}.default" for name in NO_META}, wanting
+    assert all(isinstance(ran[func][1], NeedsValues) for func in wanting)

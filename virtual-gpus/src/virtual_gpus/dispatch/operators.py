@@ -319,7 +319,8 @@ def _draw(call: OpCall) -> Any:
     op, kernel, args, kwargs, generator = call.op, call.kernel, call.args, call.kwargs, None
     if op.has_generator:
         generator = _generator(call)
-        kwargs = {**kwargs, "generator": generator}
+        given = None if call.gpu.machine.shapes_only else generator  # PyTorch's kernels in Python take none
+        kwargs = {**kwargs, "generator": given}
         if len(args) > (position := op.names.index("generator")):
             args = (*args[:position], kwargs.pop("generator"), *args[position + 1 :])
     elif op.with_generator is not None:
@@ -353,8 +354,9 @@ def _run(call: OpCall, kernel: Callable[..., Any], args: tuple[Any, ...], kwargs
                 "memory. Use a smaller batch, or use shapes_only=True, which keeps no values."
             ) from None
         if str(error).startswith("Could not run '") and "'CPU' backend" in str(error):
-            name = f"{call.func.namespace}::{call.op.name}"
-            raise errors.not_modelled(f"{name}, which exists only for CUDA") from None
+            raise errors.not_modelled(f"{call.func.name()}, which exists only for CUDA") from None
+        if call.gpu.machine.shapes_only and "run this operator with Meta tensors" in str(error):
+            raise errors.needs_values(call.op.base) from None
         raise
     finally:
         this_thread.in_kernel = False
