@@ -114,6 +114,8 @@ def test_memory_and_time_know_the_same_kernels_and_the_order_of_channels():
         assert of(plain, x.to(memory_format=torch.channels_last))[0] == [round_size(out), filters]
         assert of(plain, x, last=True)[0] == [round_size(out)]
         assert of(nn.Conv2d(1, 64, 3), x[:, :1].clone(), last=True)[1] < of(nn.Conv2d(1, 64, 3), x[:, :1].clone())[1]
+        far = nn.ConvTranspose2d(64, 16, 3, dilation=2, output_padding=1)  # which reaches the stride
+        assert of(far, x, last=True) == of(far, x, last=True, enabled=False)
         wave = x.view(8, 64, 1024)
         assert of(nn.Conv1d(64, 64, 3), wave)[1] == of(nn.Conv1d(64, 64, 3), wave.mT.clone().mT)[1]  # of a copy
         y, masks = torch.ones(8, 16, 30, 30, device="cuda").half(), ((1, 0, 0), (0, 1, 0), (0, 0, 1), (1, 0, 1))

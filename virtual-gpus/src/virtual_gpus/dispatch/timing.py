@@ -203,8 +203,8 @@ def _more(call: OpCall) -> _More:
 
 def _arguments(call: OpCall) -> tuple[Any, ...]:
     """Those that the operator's class names, as `Operation` has them."""
-    values = tuple(map(call.__getitem__, call.op.arguments))
-    return values if _PLAIN.issuperset(map(type, values)) else tuple(map(_fact, values))
+    values = map(call.__getitem__, call.op.arguments)
+    return tuple([value if type(value) in _PLAIN else _fact(value) for value in values])
 
 
 def _fact(value: Any) -> Any:

@@ -13,7 +13,7 @@ from virtual_gpus.arithmetic import rounded_up
 from virtual_gpus.clock.cost import FITTED
 from virtual_gpus.clock.cost_matmul import in_tiles
 from virtual_gpus.clock.work import Cost, Operand, Operation, added_on_host
-from virtual_gpus.features.conv.convolution_choice import choose, is_depthwise
+from virtual_gpus.features.conv.convolution_choice import DECIDING, choose, is_depthwise
 from virtual_gpus.features.conv.workspaces import tiles_of_window
 
 _FITTED, _SUM = figures.beside(__file__)["time"], FITTED["reduction"]
@@ -29,8 +29,9 @@ class _Convolution:
         self.fitted = _FITTED["backward" if wanted else "forward"]  # backward: of both gradients
         self.part = sum(wanted) / 2 or 1  # of that
         self.taps = prod(filters.shape[2:])  # pixels of a filter
-        self.is_transposed, self.groups = (operation.arguments[name] for name in ("transposed", "groups"))
-        _, self.channels_last = choose(images, filters, self.is_transposed, self.groups, operation.cudnn)
+        how = [operation.arguments[name] for name in DECIDING]
+        self.is_transposed, self.groups = how[:2]
+        _, self.channels_last = choose(images, filters, *how, operation.cudnn)
         self.is_depthwise = is_depthwise(self.groups, self.groups * filters.shape[1])
         summed = images if self.is_transposed else result
         self.flops = 2 * prod(summed.shape) * prod(filters.shape[1:]) * self.calls  # without padding

@@ -22,7 +22,7 @@ from virtual_gpus.dispatch.half_precision import MULTIPLIED, widened
 from virtual_gpus.dispatch.operators import OpCall, Row
 from virtual_gpus.dispatch.timing import precision_of
 from virtual_gpus.features.conv import convolution_costs, workspaces
-from virtual_gpus.features.conv.convolution_choice import choose
+from virtual_gpus.features.conv.convolution_choice import DECIDING, choose
 from virtual_gpus.machine import Kept, VirtualGPU
 from virtual_gpus.memory.allocator import OutOfMemory
 from virtual_gpus.placement.storages import CHANNELS_LAST, ScratchBlock, nbytes, scratch
@@ -32,11 +32,9 @@ MaybeTensor = Tensor | None
 
 def _kernels(call: OpCall, x: Tensor, weight: Tensor) -> tuple[bool, torch.memory_format]:
     """Whether they are cuDNN's, and how they want all tensors."""
-    transposed, cudnn = call["transposed"], torch._C._get_cudnn_enabled()
-    if transposed and cudnn:  # no time depends on this
-        cudnn = all(p < s for p, s in zip(call["output_padding"], call["stride"], strict=False))
+    transposed, groups, *steps = map(call.__getitem__, DECIDING)
     images, filters = Operand(x.shape, x.itemsize, x.stride()), Operand(weight.shape, x.itemsize, weight.stride())
-    on_cudnn, last = choose(images, filters, transposed, call["groups"], cudnn)
+    on_cudnn, last = choose(images, filters, transposed, groups, *map(tuple, steps), torch._C._get_cudnn_enabled())
     return on_cudnn, CHANNELS_LAST[x.dim()] if last else torch.contiguous_format
 
 
@@ -167,7 +165,7 @@ def weight_elsewhere(call: OpCall, name: str, common: torch.device, device: torc
 
 
 _TIMES = OperatorClass(convolution_costs.forward, is_fusible=False, tf32_setting="conv", depends_on_strides=True)
-_FORWARD = _TIMES._replace(arguments=("transposed", "groups"), asks_cudnn=True)
+_FORWARD = _TIMES._replace(arguments=DECIDING, asks_cudnn=True)
 _BACKWARD = _FORWARD._replace(cost=convolution_costs.backward, arguments=(*_FORWARD.arguments, "output_mask"))
 OPERATORS = {
     "convolution": Row(_FORWARD, convolution, cpu_kernel=widened, mixture=weight_elsewhere),
