@@ -1,6 +1,7 @@
 """What single CUDA kernels take beyond their results, by PyTorch's sources. test_reference_memory.py has an H200's."""
 
 from functools import partial
+from itertools import product
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from virtual_gpus import NotModelled, record_timeline, virtual_gpus
 from virtual_gpus.features.blas import copied_bytes
 from virtual_gpus.gpus import spec
 from virtual_gpus.memory_model import reduction_scratch, round_size
+from virtual_gpus.placement.storages import has_values
 
 
 @pytest.fixture(params=[False, True], ids=["numbers", "shapes"])
@@ -135,6 +137,22 @@ def test_cross_entropy_over_images_copies_logits_whose_channels_are_last(gpu):
     assert sizes_of(lambda: F.nll_loss(last, classes, reduction="none"))[1:] == [512]
 
 
+def test_a_softmax_of_halves_in_floats_is_one_kernel_and_its_backward_takes_a_product(gpu):
+    """SoftMax.cpp asks for `half_to_float`; `softmax_backward_cuda_out` of SoftMax.cu multiplies first."""
+    x, given = torch.randn(1024, 1024).half().requires_grad_(), torch.randn(1024, 1024)
+    copy, gradient, size = x.detach().to(gpu).requires_grad_(), given.to(gpu), x.nbytes
+    for name, owner in product(("softmax", "log_softmax"), (torch, torch.Tensor, torch.special, F)):
+        one, other = (getattr(owner, name)(part, -1, dtype=torch.float32) for part in (x, copy))
+        assert sizes_of(partial(getattr(owner, name), copy, -1, dtype=torch.float32)) == [2 * size]
+        sizes = sizes_of(lambda y=other: torch.autograd.grad(y, copy, gradient, retain_graph=True))
+        assert sizes == [size, 2 * size][: 1 + (name == "softmax")]
+        if has_values(copy):
+            same(one, other)
+            same(*torch.autograd.grad(one, x, given), *torch.autograd.grad(other, copy, gradient))
+    with torch.autocast("cuda", torch.float16):
+        assert sizes_of(lambda: copy.softmax(-1)) == sizes_of(lambda: F.log_softmax(copy, -1)) == [2 * size]
+
+
 def test_linear_adds_its_bias_in_place_but_a_learners_sum_is_new(gpu):
     """For a 3-dimensional input that is not packed, `linear` is a product and then a sum."""
     layer, whole = nn.Linear(64, 512, device=gpu), 32 * 128 * 512 * 4
@@ -142,9 +160,9 @@ def test_linear_adds_its_bias_in_place_but_a_learners_sum_is_new(gpu):
     with torch.no_grad():
         assert sizes_of(lambda: layer(x)).count(whole) == 1
         assert sizes_of(lambda: x @ layer.weight.t() + layer.bias).count(whole) == 2
-        product = x @ layer.weight.t()
+        scores = x @ layer.weight.t()
         for _ in range(2):
-            assert sizes_of(lambda: product + layer.bias).count(whole) == 1
+            assert sizes_of(lambda: scores + layer.bias).count(whole) == 1
 
 
 @pytest.mark.parametrize("weighted", [False, True])

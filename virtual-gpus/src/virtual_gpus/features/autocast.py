@@ -167,7 +167,7 @@ def _casting_to(dtype_for: Callable[[Any, dict[str, Any]], torch.dtype]) -> Call
 
 
 def _to_fp32_results(op: Any) -> Callable[..., Any]:
-    position = [argument.name for argument in op._schema.arguments].index("dtype")
+    position, name = [argument.name for argument in op._schema.arguments].index("dtype"), op._schema.name[6:]
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
         if is_eligible(args[0]):
@@ -175,7 +175,8 @@ def _to_fp32_results(op: Any) -> Callable[..., Any]:
                 kwargs = {**kwargs, "dtype": kwargs.get("dtype") or _FP32}
             elif args[position] is None:
                 args = (*args[:position], _FP32, *args[position + 1 :])
-        return _without_autocast(op, args, kwargs)
+        runs = getattr(torch, name) if "softmax" in name else op  # a patch, which asks for one kernel
+        return _without_autocast(runs, args, kwargs)
 
     return kernel
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from math import prod
+from typing import Any
 
 import torch
 
@@ -13,8 +14,10 @@ from virtual_gpus.clock.cost import CHARGED_ELSEWHERE, FITTED, READS_AND_WRITES,
 from virtual_gpus.clock.work import Cost, Operation
 from virtual_gpus.dispatch.operators import OpCall, Row
 from virtual_gpus.features.recipes import moves, not_deterministic
-from virtual_gpus.features.recipes.packed_inputs import channels_first_copy, packed
+from virtual_gpus.features.recipes.packed_inputs import channels_first_copy, packed, packed_copies
 from virtual_gpus.memory_model import reduction_scratch
+from virtual_gpus.patches.table import Patch
+from virtual_gpus.placement.storages import gpu_of, nbytes
 from virtual_gpus.threads import below, seen
 
 
@@ -80,6 +83,39 @@ def histc(call: OpCall) -> torch.Tensor:
         return call.place(torch.histc(x.double(), call["bins"], call["min"], call["max"]).to(x.dtype))
 
 
+def _of_halves(func: torch._ops.OpOverload) -> Callable[..., torch.Tensor]:
+    """What computes floats of halves, and gradients of halves from those of floats, which the CPU's kernels refuse."""
+
+    def run(tensor: torch.Tensor, *others: Any, **out: torch.Tensor) -> torch.Tensor:
+        *rest, last = others  # `half_to_float` or `input_dtype`
+        if last is True:
+            return func._op(tensor.float(), *rest, False)
+        if last is torch.float16 and tensor.dtype is torch.float32:
+            return func._op(tensor, *rest, tensor.dtype).half()
+        return func._op(tensor, *others, **out)
+
+    return run
+
+
+def softmax_backward(call: OpCall) -> torch.Tensor:
+    """The gradient times the result, then its sums (`softmax_backward_cuda_out`, also of copies)."""
+    gradient, output = call["grad_output"], call["output"]
+    copied = 0 in gradient.stride() or gradient.is_contiguous()
+    return call.run(*[nbytes(output)] * (1 if copied else 2), *packed_copies(call, ("output",), channels_first_copy))
+
+
+def one_kernel(owner: Any, name: str) -> Callable[..., torch.Tensor]:
+    """`softmax` or `log_softmax` of `owner`: CUDA takes halves to floats without a copy (SoftMax.cpp)."""
+    raw, fused = getattr(owner, name), getattr(torch, f"_{name}")
+
+    def answer(input: torch.Tensor, dim: Any, dtype: torch.dtype | None = None, **out: torch.Tensor) -> torch.Tensor:
+        if dtype is not torch.float32 or input.dtype is not torch.float16 or out or gpu_of(input) is None:
+            return raw(input, dim, dtype=dtype, **out)
+        return fused(input, dim, True)
+
+    return answer
+
+
 def _reduction_cost(operation: Operation) -> Cost:
     """Few results of many numbers: threads leave partial sums, and the last block adds them up."""
     inputs, results = (sum(prod(p.shape) for p in parts) for parts in (operation.inputs, operation.outputs))
@@ -94,8 +130,9 @@ _packed = partial(packed, copy_of=channels_first_copy)
 _MEDIAN = not_deterministic("median CUDA with indices output", lambda call: len(call.func._schema.returns) == 2)
 _BINCOUNT = not_deterministic("_bincount_cuda", lambda call: call["weights"] is not None)
 _HISTC = not_deterministic("_histc_cuda with floating point input", lambda call: call["self"].is_floating_point())
-_BACKWARD = ("_softmax_backward_data", "_log_softmax_backward_data")
-_REDUCES, _SORTS = OperatorClass(_reduction_cost), moves("sort")
+_PAIR, _OWNERS = ("softmax", "log_softmax"), (torch, torch.Tensor, torch.special)
+_PATCHES: list[Patch] = [(owner, name, one_kernel(owner, name)) for owner in _OWNERS for name in _PAIR]
+_REDUCES, _SORTS, _BACK = OperatorClass(_reduction_cost), moves("sort"), moves("softmax_backward")
 OPERATORS = {
     **dict.fromkeys(("sum", "mean", "nansum", "prod", "linalg_vector_norm", "norm"), Row(_REDUCES, reduction)),
     **dict.fromkeys(("amax", "amin", "max", "min", "all", "any"), Row(_REDUCES, partial(reduction, numbers=1))),
@@ -104,8 +141,9 @@ OPERATORS = {
     **dict.fromkeys(("var", "std", "var_mean", "std_mean"), Row(_REDUCES, partial(reduction, numbers=4, least=16))),
     "aminmax": Row(READS_AND_WRITES, partial(reduction, numbers=2)),
     "logsumexp": Row(CHARGED_ELSEWHERE, logsumexp),
-    **dict.fromkeys(("_softmax", "_log_softmax"), Row(moves("softmax"), _packed("self"))),
-    **dict.fromkeys(_BACKWARD, Row(moves("softmax_backward"), _packed("grad_output", "output"))),
+    **dict.fromkeys(("_softmax", "_log_softmax"), Row(moves("softmax"), _packed("self"), cpu_kernel=_of_halves)),
+    "_softmax_backward_data": Row(_BACK, softmax_backward, cpu_kernel=_of_halves),
+    "_log_softmax_backward_data": Row(_BACK, _packed("grad_output", "output"), cpu_kernel=_of_halves),
     **dict.fromkeys(("sort", "argsort", "topk", "_unique2", "unique_dim", "randperm"), Row(_SORTS)),
     **dict.fromkeys(_SCANS, Row(moves("scan"), after_cast)),
     **dict.fromkeys(("median", "nanmedian"), Row(READS_AND_WRITES, check=_MEDIAN)),
@@ -117,3 +155,8 @@ OPERATORS = {
     "_local_scalar_dense": Row(CHARGED_ELSEWHERE),  # all that it takes is that the host waits
     "histc": Row(READS_AND_WRITES, histc, _HISTC),
 }
+
+
+def patches() -> list[Patch]:
+    """See `features`. torch.nn.functional calls the tensor's."""
+    return _PATCHES
