@@ -104,7 +104,17 @@ def test_each_collective_of_pytorch_takes_its_time():
         calls["recv"] = ms["dp"], lambda: dist.recv(x, 11)
         calls["all-reduce, dp"] = ms["dp"], lambda: dist.all_reduce(x, group=dp)
         for name, (milliseconds, call) in calls.items():
-            (span,) = collectives(call)
+            spans = recorded(call).spans
+            (span,) = (span for span in spans if span.kind == "collective")
+            copies = [other for other in spans if other.lane == span.lane and other is not span]
+            if name in ("all-gather, list", "reduce-scatter, list"):  # from or to a flat tensor
+                gathers = name.startswith("all-gather")  # each reads and writes a part at 3.35 TB/s x 0.88
+                assert [copy.name for copy in copies] == ["copy_"] * 8
+                assert all(copy.start >= span.end if gathers else copy.end <= span.start for copy in copies)
+                seconds = [copy.end - copy.start for copy in copies]
+                assert seconds == pytest.approx([2 * NBYTES / 8 / (3.35e12 * 0.88)] * 8, abs=4e-6)
+            else:
+                assert not copies
             if name not in ("send", "recv"):
                 assert span.lane == f"{name.split(',')[0]}, {'dp' if name.endswith('dp') else 'tp'}"
             assert (span.end - span.start) * 1e3 == pytest.approx(milliseconds, abs=0.2), name

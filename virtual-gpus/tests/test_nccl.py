@@ -163,11 +163,13 @@ def test_collectives_of_nccl():
     assert "Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 1000" in refused
 
 
-def test_a_mesh_makes_the_group_and_takes_the_gpu_of_local_rank(monkeypatch):
+@pytest.mark.parametrize("options", [{}, {"shapes_only": True}, {"rank": 1, "world_size": 2, "shapes_only": True}])
+def test_a_mesh_makes_the_group_and_takes_the_gpu_of_local_rank(options, monkeypatch):
     """As torchrun starts a program: nobody else names a GPU or makes a group. Then what NCCL refuses."""
     refusals = {
         "No backend type associated with device type .pu": lambda: DistributedDataParallel(torch.nn.Linear(2, 2)),
         "type associated with device type cpu": lambda: all_reduce(torch.ones(2), "sum", dist.group.WORLD),
+        "backend type associated with device type cpu": lambda: dist.all_reduce(torch.ones(2)),
         "Tensors must be contiguous": lambda: dist.all_reduce(ones(2, 3).t()),
         "Tensors must be CUDA and dense": lambda: dist.all_gather([torch.ones(2)], ones(2)),
         "data type is not supported for NCCL process group: Short": lambda: dist.all_reduce(ones(2, dtype=torch.int16)),
@@ -177,15 +179,16 @@ def test_a_mesh_makes_the_group_and_takes_the_gpu_of_local_rank(monkeypatch):
         "input tensor must be the same size as output": lambda: dist.reduce_scatter_tensor(ones(3), ones(2)),
         "torch.distributed.ProcessGroupNCCL": lambda: dist.ProcessGroupNCCL(dist.HashStore(), 0, 1),
         "Float8 dtypes are not currenlty supported": lambda: dist.all_reduce(ones(2, dtype=torch.float8_e4m3fn)),
-        "a message of a rank to itself": lambda: dist.group.WORLD.send([ones(2)], 0, 0),
-        "does not support all_reduce with sparse": lambda: dist.all_reduce(ones(2).to_sparse()),
+        "a message of a rank to itself": lambda: dist.group.WORLD.send([ones(2)], dist.get_rank(), 0),
     }
+    if not options:  # there are no sparse tensors without values
+        refusals["does not support all_reduce with sparse"] = lambda: dist.all_reduce(ones(2).to_sparse())
     here = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 1, "MASTER_ADDR": "localhost", "MASTER_PORT": 0}
     for name, value in here.items():
         monkeypatch.setenv(name, str(value))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    with virtual_gpus(2):
-        mesh = init_device_mesh("cuda", (1,))
+    with virtual_gpus(2, **options):
+        mesh = init_device_mesh("cuda", (options.get("world_size", 1),))
         try:
             assert torch.cuda.current_device() == 1 and dist.is_nccl_available() and len(torch.cuda.nccl.version()) > 2
             dist.all_reduce(ones(2), group=mesh.get_group())

@@ -1,6 +1,7 @@
 """One rank of many: a program for torchrun runs as rank 3 of a job whose other ranks do not exist."""
 
 import copy
+import functools
 import gc
 import os
 from multiprocessing.pool import ThreadPool
@@ -9,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from forks import command
+from measuring import recorded
 from ranks import fully_sharded, in_ranks
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -198,12 +200,23 @@ def figures(rank):
     return found, len(state), len(get_model_state_dict(net, options=StateDictOptions(full_state_dict=True)))
 
 
+def lists():
+    """What collectives of lists put on the clock: names and seconds."""
+    x, parts = torch.empty(1 << 20, device="cuda"), [torch.empty(1 << 20, device="cuda") for _ in range(4)]
+    others = [torch.empty_like(part) for part in parts]
+    calls = (dist.all_to_all, others, parts), (dist.all_gather, parts, x), (dist.reduce_scatter, x, parts)
+    torch.cuda.synchronize()
+    dist.barrier()
+    found = [recorded(functools.partial(*call)).spans for call in calls]
+    return [[(span.name, round(span.end - span.start, 9)) for span in spans if span.gpu is not None] for spans in found]
+
+
 def figures_with_gloo(rank):
     if dist.is_initialized():
         dist.destroy_process_group()
     dist.init_process_group("cpu:gloo,cuda:nccl")  # gradients' norm on the host is all-reduced there: NCCL cannot
     torch.cuda.set_device(rank)
-    return figures(rank)
+    return figures(rank), lists()
 
 
 def test_one_rank_needs_what_real_ranks_need_to_the_byte():
@@ -212,6 +225,8 @@ def test_one_rank_needs_what_real_ranks_need_to_the_byte():
     with virtual_gpus(4, shapes_only=True):
         real = in_ranks(figures_with_gloo, count=4)
     assert alone == real[3] != real[0]  # the last rank has fewer of the 99 rows
+    copies, names = ["copy_"] * 4, [[name for name, _ in spans] for spans in alone[1]]
+    assert names == [["all_to_all"], ["all_gather", *copies], [*copies, "reduce_scatter"]]
     assert not dist.is_initialized()  # the ranks are gone, and so are their groups
 
 

@@ -290,7 +290,7 @@ class Clock:
 
     # ---- the GPUs ----
 
-    def launch(self, gpu: int, stream: int, seconds: float, host: float, name: str, further: float = 0.0) -> None:
+    def launch(self, gpu: int, stream: int | str, seconds: float, host: float, name: str, further: float = 0.0) -> None:
         """Kernels of one operator. host: seconds to issue the first one; further: to issue the others, meanwhile.
 
         Kernels that end before the next one is issued leave gaps, which count as idle: the span is moved to its end.

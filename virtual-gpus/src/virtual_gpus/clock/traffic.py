@@ -66,20 +66,20 @@ COLLECTIVES = {
     "scatter": Collective(whole=(1,), root="sends"),
     "reduce": Collective("Reduce", reduces=True, root="receives"),
 }
-MESSAGE = Collective()
+MESSAGES = {"send": Collective(), "recv": Collective()}
 # All that is in a queue of a group. NCCL's barrier is an all-reduce of one number.
-TRAFFIC = COLLECTIVES | {"send": MESSAGE, "recv": MESSAGE, "barrier": COLLECTIVES["all_reduce"]}
+TRAFFIC = COLLECTIVES | MESSAGES | {"barrier": COLLECTIVES["all_reduce"]}
 
 
 @functools.cache
 def kind_of(name: str) -> str:
-    """The kind of a collective, by the base name of an operator or a method, or a row's. Empty for others.
+    """The kind of a collective or message, by the base name of an operator or a method, or a row's. Empty for others.
 
     The operators are those of torch/csrc/distributed/c10d/Ops.cpp ("_allgather_base_"), those of Functional.cpp
     ("all_gather_into_tensor_out"), which DTensor and compiled programs call, and DTensor's "shard_dim_alltoall".
     """
     letters = name.replace("_", "").replace("-", "")
-    return next((kind for kind in COLLECTIVES if kind.replace("_", "") in letters), "")
+    return next((kind for kind in COLLECTIVES | MESSAGES if kind.replace("_", "") in letters), "")
 
 
 def ring_seconds(links: Sequence[LinkSpec], count: int, kind: str, nbytes: int) -> float:
@@ -135,8 +135,7 @@ def message_seconds(
     if here[0] == there[0]:
         links: list[LinkSpec] = [] if here == there else [topology.between(here[1], there[1])]
     else:
-        link = topology.network
-        links = [link if share is None or share.bandwidth > link.bandwidth else share]
+        links = [min(filter(None, (share, topology.network)), key=lambda link: link.bandwidth)]
     return ring_seconds(links, 2, "send", nbytes)
 
 

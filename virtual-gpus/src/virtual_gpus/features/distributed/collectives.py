@@ -14,26 +14,31 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from virtual_gpus.clock.clock import Arrival
 from virtual_gpus.clock.links import GroupLinks
-from virtual_gpus.clock.traffic import COLLECTIVES, collective_seconds, kind_of, sent_bytes
+from virtual_gpus.clock.traffic import COLLECTIVES, MESSAGES, collective_seconds, kind_of, sent_bytes
+from virtual_gpus.clock.work import Operand
 from virtual_gpus.dispatch import foreach_ops
-from virtual_gpus.dispatch.operators import OpCall
+from virtual_gpus.dispatch.operators import OpCall, cost
 from virtual_gpus.dispatch.routes import on_host
 from virtual_gpus.dispatch.timing import await_tensors
 from virtual_gpus.features.distributed import groups, one_rank
 from virtual_gpus.features.distributed.agreement import CollectiveMismatch, mismatch, number, purpose
 from virtual_gpus.features.distributed.arrivals import Lane, begins, gpu_bytes, lane_of, note, occupy, on_gpus
-from virtual_gpus.features.distributed.messages import RECEIVES, SENDS, on_their_way, send_or_receive
+from virtual_gpus.features.distributed.messages import on_their_way, send_or_receive
 from virtual_gpus.features.distributed.whereabouts import connect, tell_who_is_missing, wait_for_all
 from virtual_gpus.machine import VirtualGPU
+from virtual_gpus.placement.storages import nbytes, scratch, tensors_in
 from virtual_gpus.threads import below
 from virtual_gpus.timeline.peak import BUFFERS
+
+_LISTS = {"allgather_": 0, "reduce_scatter_": 1}  # operator -> which argument has a tensor for each rank
+_EXCHANGE_TAG = 1 << 21  # its messages go beside those of the program
 
 
 class Meeting(NamedTuple):
@@ -53,33 +58,34 @@ class Meeting(NamedTuple):
 def meet(call: OpCall, gpu: VirtualGPU, group: torch.distributed.ProcessGroup) -> Meeting:
     """Before a collective of GPU tensors: wait for the other ranks. Raises CollectiveMismatch if one called another."""
     kind = kind_of(call.op.base)
-    nbytes = _size(kind, call.args[:2], group)
-    if kind == "all_gather" and call.func.namespace != "c10d":
-        nbytes *= group.size()  # of the result, which is not there yet
-    what = "" if groups.is_fake_group(group) else purpose(call, kind, nbytes, group)
-    return _meet(gpu, group, kind, what, nbytes, call.tensors)
+    sides, at_root = list(filter(None, (gpu_bytes([side]) for side in call.args[:2]))), COLLECTIVES[kind].at_root
+    size = (min if at_root else max)(sides, default=0)
+    if at_root or (kind == "all_gather" and call.func.namespace != "c10d"):
+        size *= group.size()  # a rank beside the root has one part, and a functional collective no result yet
+    what = "" if groups.is_fake_group(group) else purpose(call, kind, size, group)
+    return _meet(gpu, group, kind, what, size, call)
 
 
 def charge(
     call: OpCall, gpu: VirtualGPU, group: torch.distributed.ProcessGroup | None, meeting: Meeting | None, result: Any
 ) -> None:
     """After a collective (with its meeting) or message was issued. gpu: of the first tensor. result: its own."""
-    name = call.op.base
+    name, kind = call.op.base, kind_of(call.op.base)
     if name in ("wait_tensor", "wait_tensors"):
         await_tensors(gpu, call.tensors)
         gpu.machine.follower.stream_waits_for(gpu, call.tensors)
     elif group is None:
         return
-    elif name in SENDS or name in RECEIVES:
-        peer = call["dst"] if name in SENDS else call["src"] if "src" in call.op.names else None
-        send_or_receive(name, gpu, group, on_gpus([call.args[0]]), peer, call["tag"])
+    elif kind in MESSAGES:
+        peer = next((call[side] for side in ("dst", "src") if side in call.op.names), None)
+        send_or_receive(kind, gpu, group, on_gpus([call.args[0]]), peer, call["tag"])
     elif name == "batch_p2p_ops":
-        for kind, peer, tag, tensor in zip(*(call[n] for n in call.op.names[:4]), strict=True):
-            send_or_receive(kind, gpu, group, [tensor], peer, tag)
+        for one, peer, tag, tensor in zip(*(call[n] for n in call.op.names[:4]), strict=True):
+            send_or_receive(kind_of(one), gpu, group, [tensor], peer, tag)
     elif meeting is not None:
         results = [] if call.func.namespace == "c10d" else on_gpus([result])
         end = _charge_on_clock(meeting, gpu_bytes(results))  # an all-to-all may return more than it was given
-        arrival = Arrival(end)
+        arrival = Arrival(_copy(_listed(call, group, "allgather_"), gpu, meeting.lane, end))
         note(gpu, results or on_gpus(call.args[:1]), arrival)
         arrival.given = call.func.namespace.startswith("_c10d_functional")  # whose callers wait themselves
         written = results or _written(call, group)
@@ -97,23 +103,22 @@ def _written(call: OpCall, group: torch.distributed.ProcessGroup) -> list[torch.
     """The tensors that a collective fills: the first ones, but for a root that broadcasts."""
     if call.op.base == "broadcast_" and call["root_rank"] == group.rank():
         return []
-    if call.op.written:
-        return [tensor for name, tensor in call.named_tensors() if name in call.op.written]
-    return on_gpus(call.args[:1])
+    written = [tensor for name, tensor in call.named_tensors() if name in call.op.written]
+    return written or on_gpus(call.args[:1])
 
 
 # ---- collectives -----------------------------------------------------------------------------------------------------
 
 
-def _meet(
-    gpu: VirtualGPU, group: Any, kind: str, what: str, nbytes: int = 0, tensors: Iterable[torch.Tensor] = ()
-) -> Meeting:
+def _meet(gpu: VirtualGPU, group: Any, kind: str, what: str, size: int = 0, call: OpCall | None = None) -> Meeting:
+    """size: see `Meeting.nbytes`."""
     state = groups.state_of(group)
     state.first_gpu = state.first_gpu or gpu
     lane = lane_of(group, kind)
-    began = begins(gpu, lane, tensors)
+    began = begins(gpu, lane, () if call is None else call.tensors)
+    began = _copy([] if call is None else _listed(call, group, "reduce_scatter_"), gpu, lane, began)
     if groups.is_fake_group(group):
-        return Meeting(gpu, lane, began, began, groups.fake_links(gpu, group), nbytes)
+        return Meeting(gpu, lane, began, began, groups.fake_links(gpu, group), size)
     state.begun += 1
     connect(group)
     try:
@@ -130,16 +135,37 @@ def _meet(
     if groups.is_nccl(group):
         _refuse_shared_gpus(members)
     start = max(start for start, *_ in others)
-    return Meeting(gpu, lane, began, start, groups.links_between(gpu, group, members), nbytes)
+    return Meeting(gpu, lane, began, start, groups.links_between(gpu, group, members), size)
 
 
 def _charge_on_clock(meeting: Meeting, result_bytes: int = 0) -> float:
     """Put a collective on this process's clock; returns its end, that of all processes."""
     gpu, lane, began, start, links, given = meeting
-    nbytes = max(given, result_bytes)
-    end = start + collective_seconds(links, lane.kind, nbytes)
-    occupy(gpu, lane, began, end, sent_bytes(links.count, lane.kind, nbytes))
+    size = max(given, result_bytes)
+    end = start + collective_seconds(links, lane.kind, size)
+    occupy(gpu, lane, began, end, sent_bytes(links.count, lane.kind, size))
     return end
+
+
+def _listed(call: OpCall, group: torch.distributed.ProcessGroup | None, *names: str) -> list[torch.Tensor]:
+    """The list of tensors that one of these operators gathers or scatters, if they have one size: NCCL's backend does
+    so in a flat tensor, and copies between the two where the collective is (ProcessGroupNCCL.cpp, `newLikeFlat`)."""
+    if call.op.base not in names or group is None or not groups.is_nccl(group):
+        return []
+    listed = on_gpus([call.args[_LISTS[call.op.base]]])
+    return listed if len({tensor.shape for tensor in listed}) == 1 else []
+
+
+def _copy(parts: Sequence[torch.Tensor], gpu: VirtualGPU, lane: Lane, after: float) -> float:
+    """Copies from or to the flat tensor, a kernel for each part. after: seconds. Returns when they are done."""
+    clock = gpu.machine.clock
+    for part in parts:
+        clock.hold(gpu.slot, lane.row, after)
+        bytes_ = (Operand((nbytes(part),), 1),)
+        clock.launch(gpu.slot, lane.row, cost("copy_", bytes_, bytes_, gpu.spec).seconds, clock.host.kernel, "copy_")
+        after = clock.ready(gpu.slot, lane.row)
+        clock.hold(gpu.slot, lane.queue, after)
+    return after
 
 
 def _refuse_shared_gpus(members: Sequence[tuple[int, int]]) -> None:
@@ -187,17 +213,18 @@ def run(call: OpCall) -> Any:
     gpu, group = next((gpu for gpu in gpus if gpu is not None), call.gpu), _group_of(call)
     if type(group) is not torch.distributed.ProcessGroup:  # of a class in Python, which has no backend and no links
         group = None
-    meeting = meet(call, gpu, group) if group is not None and kind_of(call.op.base) else None
-    charging = functools.partial(charge, call, gpu, group, meeting)
-    if call.gpu.machine.shapes_only or one_rank.fill(call):
-        result = _answer(call)
-    elif meeting is not None:
-        return _run_and_charge(call, lambda result: foreach_ops.place_rows(columns, gpus, result), charging)
-    else:
-        result = _run_on_gloo(call)
-        foreach_ops.place_rows(columns, gpus, result)
-    charging(result)
-    return result
+    with scratch(gpu, *filter(None, [sum(map(nbytes, _listed(call, group, *_LISTS)))])):
+        meeting = meet(call, gpu, group) if group is not None and kind_of(call.op.base) in COLLECTIVES else None
+        charging = functools.partial(charge, call, gpu, group, meeting)
+        if call.gpu.machine.shapes_only or one_rank.fill(call):
+            result = _answer(call)
+        elif meeting is not None:
+            return _run_and_charge(call, lambda result: foreach_ops.place_rows(columns, gpus, result), charging)
+        else:
+            result = _run_on_gloo(call)
+            foreach_ops.place_rows(columns, gpus, result)
+        charging(result)
+        return result
 
 
 ROUTES = {"collective": run}
@@ -211,10 +238,8 @@ def _answer(call: OpCall) -> Any:
 
     if call.func.namespace != "c10d":
         return _functional(call)
-    written = call.args[0]
-    tensors = list(written) if isinstance(written, (list, tuple)) else [written]
-    future = torch.futures.Future()
-    future.set_result(list(tensors[0]) if tensors and isinstance(tensors[0], (list, tuple)) else tensors)
+    written, future = call.args[0], torch.futures.Future()
+    future.set_result(tensors_in(written))
     work, results = _create_work_from_future(future).boxed(), len(call.func._schema.returns)
     return (None, work, (written, work))[results]  # two results: the tensors that were written, and the work
 
@@ -296,9 +321,24 @@ def _run_on_gloo(call: OpCall, stand_in: Callable[[torch.Tensor], torch.Tensor] 
         with below(), torch.no_grad():
             call.args = tuple([argument(name, value) for name, value in zip(call.op.names, call.args, strict=False)])
             call.kwargs = {name: argument(name, value) for name, value in call.kwargs.items()}
+        if call.op.base == "alltoall_" and group is not None and groups.is_nccl(group):
+            return _exchange(group, *call.args[:2])
         return call.compute()
     finally:
         call.args, call.kwargs = given
+
+
+def _exchange(group: torch.distributed.ProcessGroup, *sides: Sequence[torch.Tensor]) -> list[Any]:
+    """The Works of an all-to-all of lists, which gloo does not have: messages from rank to rank. sides: dense tensors
+    of the CPU, those that are received and those that are sent, one for each rank."""
+    here, gloo = group.rank(), groups.gloo_group(group)
+    others = [rank for rank in range(group.size()) if rank != here]
+    with below(), torch._C._DisableTorchDispatch(), torch.no_grad():
+        outputs, inputs = ([part.as_strided((part.numel(),), (1,)) for part in side] for side in sides)
+        outputs[here].copy_(inputs[here])
+        works = [gloo.send([inputs[rank]], rank, _EXCHANGE_TAG) for rank in others if inputs[rank].numel()]
+        works += [gloo.recv([outputs[rank]], rank, _EXCHANGE_TAG) for rank in others if outputs[rank].numel()]
+    return [work.boxed() for work in works]
 
 
 def _same_bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -321,9 +361,3 @@ def _await(sent: Any, result: Any) -> None:
         elif result is not None:
             received = torch.ops._c10d_functional.wait_tensor(part)
             (result if isinstance(result, list) else [result])[i].copy_(received)
-
-
-def _size(kind: str, given: Sequence[Any], group: torch.distributed.ProcessGroup) -> int:
-    """The bytes of the larger side. Of what is gathered or scattered, which only the root has, each rank has a part."""
-    sides = [nbytes for side in given if (nbytes := gpu_bytes([side]))]
-    return min(sides, default=0) * group.size() if COLLECTIVES[kind].at_root else max(sides, default=0)

@@ -23,7 +23,6 @@ from virtual_gpus.features.distributed.groups import fake_links, gloo_group, hos
 from virtual_gpus.machine import VirtualGPU
 from virtual_gpus.threads import below
 
-SENDS, RECEIVES = ("send", "isend"), ("recv_", "recv_any_source_", "irecv")
 _CLOCK_TAG = 1 << 20  # messages about the time go beside those of the program
 _PATIENCE = timedelta(seconds=30)  # real time for a sender's time to arrive, once its tensor is here
 _LEAVES_AFTER_S = 5.0  # real time for a receiver to take such times, before a process ends
@@ -38,13 +37,12 @@ _sent: deque[Any] = deque(maxlen=1024)  # the same of times that this process se
 
 
 def send_or_receive(
-    name: str, gpu: VirtualGPU, group: Any, tensors: list[torch.Tensor], peer: int | None, tag: int
+    kind: str, gpu: VirtualGPU, group: Any, tensors: list[torch.Tensor], peer: int | None, tag: int
 ) -> None:
-    """Put a message on the clock. name: of its operator."""
+    """Put a message on the clock. kind: "send" or "recv"."""
     state = state_of(group)
     state.first_gpu = state.first_gpu or gpu
-    sends = name in SENDS
-    lane, nbytes = lane_of(group, "send" if sends else "recv"), gpu_bytes(tensors)
+    sends, lane, nbytes = kind == "send", lane_of(group, kind), gpu_bytes(tensors)
     began = begins(gpu, lane, tensors)
     end: float | Callable[[], float]
     if is_fake_group(group):  # the other side is ready when this one is
@@ -58,7 +56,7 @@ def send_or_receive(
         occupy(gpu, lane, began, end, nbytes if sends else 0)
     arrival = Arrival(end)
     note(gpu, tensors, arrival)
-    gpu.machine.follower.collective(gpu, lane.queue, name, *((tensors, []) if sends else ([], tensors)), arrival)
+    gpu.machine.follower.collective(gpu, lane.queue, kind, *((tensors, []) if sends else ([], tensors)), arrival)
 
 
 def _tell_or_ask(

@@ -3,24 +3,22 @@
 Gloo compares shapes where NCCL only counts elements, and takes CPU tensors and strided ones. The methods of a process
 group's object, which all functions of torch.distributed call, therefore check what ProcessGroupNCCL.cpp
 (torch/csrc/distributed/c10d) checks, in its words, and then hand gloo tensors of the shapes that it expects.
-
-A list of tensors of one size travels through one flat tensor in PyTorch's NCCL backend, which is memory of the GPU.
 """
 
 from __future__ import annotations
 
 import copy
 import functools
+import traceback
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch
 
 from virtual_gpus import errors
-from virtual_gpus.clock.traffic import COLLECTIVES, MESSAGE, kind_of
+from virtual_gpus.clock.traffic import MESSAGES, TRAFFIC, kind_of
 from virtual_gpus.entrance import entrance
 from virtual_gpus.errors import scalar_type
 from virtual_gpus.features.distributed.arrivals import await_work, give_to_future, remember
@@ -28,35 +26,43 @@ from virtual_gpus.features.distributed.groups import is_nccl, require_backend, s
 from virtual_gpus.features.distributed.one_rank import reducing, runs_alone
 from virtual_gpus.machine import active, get_machine
 from virtual_gpus.patches.table import Patch, around
-from virtual_gpus.placement.storages import gpu_of, is_fake, is_wrapper, nbytes, scratch, tensors_in
+from virtual_gpus.placement.storages import gpu_of, is_fake, is_wrapper, tensors_in
 from virtual_gpus.threads import below, this_thread
 
 _FLOAT8 = {torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz}
 # What NCCL moves (`ncclDataType` in NCCLUtils.cpp); complex numbers go as pairs of real ones.
 _MOVED = _FLOAT8 | {torch.int8, torch.uint8, torch.int32, torch.int64, torch.bool, torch.float16, torch.bfloat16,
                     torch.float32, torch.float64, torch.complex64, torch.complex128}  # fmt: skip
-_MESSAGES = ("send", "recv", "recv_anysource")
 _messages: weakref.WeakSet[Any] = weakref.WeakSet()  # works of messages: gloo may wait for one of them once only
-_TAG = 1 << 21  # messages of all_to_all go beside those of the program
 
 
 # ---- what is refused ----------------------------------------------------------------------------------------------
 
 
-def _check(name: str, tensors: Sequence[torch.Tensor]) -> None:
+def _check(call: _Method, tensors: Sequence[torch.Tensor]) -> None:
     """`check_gpu_single_tensor`, and the types."""
+    name, kind = call.name, kind_of(call.name)
     for tensor in tensors:
         if tensor.layout != torch.strided and name == "allreduce":
             raise RuntimeError("NCCL does not support all_reduce with sparse tensors")
         if gpu_of(tensor) is None or tensor.layout != torch.strided:
             raise ValueError("Tensors must be CUDA and dense")
         channels_last = tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last)
-        if kind_of(name) and not (tensor.is_contiguous() or channels_last):
+        if kind not in MESSAGES and not (tensor.is_contiguous() or channels_last):
             raise ValueError("Tensors must be contiguous")
         if tensor.dtype not in _MOVED:
             raise TypeError(f"Input tensor data type is not supported for NCCL process group: {scalar_type(tensor)}")
-        if tensor.dtype in _FLOAT8 and COLLECTIVES.get(kind_of(name), MESSAGE).reduces:
+        if tensor.dtype in _FLOAT8 and TRAFFIC[kind].reduces:
             raise RuntimeError("Float8 dtypes are not currenlty supported for NCCL reductions")
+    if name == "alltoall" and len({gpu_of(tensor) for tensor in tensors}) > 1:
+        raise ValueError("Tensors must be on the same device")
+    if name in MESSAGES and call.args[1] == call.group.rank():
+        raise errors.not_modelled("a message of a rank to itself", "Copy the tensor.")
+
+
+def _sends_objects() -> bool:
+    """Whether a function calls that asks where objects travel, see `process_groups._get_object_coll_device`."""
+    return any("_get_object_coll_device" in frame.f_code.co_names for frame, _ in traceback.walk_stack(None))
 
 
 def _check_operation(op: Any, dtype: torch.dtype) -> None:
@@ -155,14 +161,10 @@ class _Method(NamedTuple):
 
 
 def _direct(call: _Method) -> Any:
-    """Gloo's own method, with arguments as gloo takes them. Raises where the sizes do not fit."""
+    """Gloo's own method, with arguments as gloo takes them."""
     group, name, function, args, rest = call
-    opts, op = _options((*args, *rest.values())), _operation((*args, *rest.values()))
-    outputs, row = tensors_in(args[:1]), COLLECTIVES.get(kind_of(name), MESSAGE)
-    if op is not None:
-        _check_operation(op, tensors_in(args)[0].dtype)
-    with below():
-        args = _adapt(group, args, row.whole)
+    op, opts = _operation((*args, *rest.values()))
+    outputs, row, args = tensors_in(args[:1]), TRAFFIC[kind_of(name)], _adapt(call, op)
     finish = _after_sum(op, outputs, group.size())
     if finish is None:
         return function(group, *args, **rest)
@@ -198,19 +200,17 @@ def _summed(call: _Method, op: Any, opts: Any) -> Any:
         opts.reduceOp = own
 
 
-def _adapt(group: Any, args: list[Any], whole: tuple[int, ...]) -> list[Any]:
-    """whole: see `Collective`."""
-    if len(whole) == 1 and isinstance(args[side := whole[0]], torch.Tensor):
-        args[side], args[1 - side] = _one_for_all(group, args[side], args[1 - side], side)
-    elif len(whole) == 1 and args[side]:
-        args[side] = _list_like(args[side], args[1 - side])
-    return [_as_bytes(value) for value in args]
-
-
-def _message(call: _Method) -> Any:
-    if call.args[1] == call.group.rank():
-        raise errors.not_modelled("a message of a rank to itself", "Copy the tensor.")
-    return _direct(call)
+def _adapt(call: _Method, op: Any) -> list[Any]:
+    """The arguments as gloo takes them. Raises where NCCL does not take the operation, or the sizes do not fit."""
+    args, whole = [*call.args], TRAFFIC[kind_of(call.name)].whole
+    if op is not None:
+        _check_operation(op, tensors_in(args)[0].dtype)
+    with below():
+        if len(whole) == 1 and isinstance(args[side := whole[0]], torch.Tensor):
+            args[side], args[1 - side] = _one_for_all(call.group, args[side], args[1 - side], side)
+        elif len(whole) == 1 and args[side]:
+            args[side] = _list_like(args[side], args[1 - side])
+        return [_as_bytes(value) for value in args]
 
 
 def _all_gather(call: _Method) -> Any:
@@ -237,40 +237,15 @@ def _gather_single(call: _Method) -> Any:
     return group.gather(parts, [part], *options)
 
 
-def _exchange(call: _Method) -> Any:
-    """A tensor to each rank and one from each: messages from rank to rank, as NCCL does it."""
-    group, outputs, inputs = call.group, tensors_in(call.args[:1]), list(call.args[1])
-    here = group.rank()
-    for output, sent in zip(outputs, inputs, strict=True):
-        if gpu_of(output) is not gpu_of(outputs[0]) or gpu_of(sent) is not gpu_of(outputs[0]):
-            raise ValueError("Tensors must be on the same device")
-    outputs[here].copy_(_seen_as(inputs[here], outputs[here].shape))
-    others = [rank for rank in range(group.size()) if rank != here]
-    works = [group.send([inputs[rank]], rank, _TAG) for rank in others if inputs[rank].numel()]
-    works += [group.recv([outputs[rank]], rank, _TAG) for rank in others if outputs[rank].numel()]
-    return _together()(works, outputs)
-
-
 # The methods of a process group, each with what carries it out.
 _METHODS: dict[str, Callable[[_Method], Any]] = {
     **dict.fromkeys(("allreduce", "allreduce_coalesced", "broadcast", "reduce", "recv_anysource", "gather", "scatter",
-                     "_allgather_base", "all_gather_single", "reduce_scatter", "_reduce_scatter_base",
-                     "reduce_scatter_single", "alltoall_base", "all_to_all_single"), _direct),
+                     "_allgather_base", "all_gather_single", "reduce_scatter", "_reduce_scatter_base", "send", "recv",
+                     "reduce_scatter_single", "alltoall", "alltoall_base", "all_to_all_single"), _direct),
     **dict.fromkeys(("allgather_into_tensor_coalesced", "all_gather_single_coalesced",
                      "reduce_scatter_tensor_coalesced", "reduce_scatter_single_coalesced"), _each_alone),
-    "allgather": _all_gather, "alltoall": _exchange, "gather_single": _gather_single,
-    "send": _message, "recv": _message,
+    "allgather": _all_gather, "gather_single": _gather_single,
 }  # fmt: skip
-
-
-def _through_a_flat_tensor(name: str, args: Sequence[Any]) -> AbstractContextManager[None]:
-    """The flat tensor that PyTorch's NCCL backend copies a list of tensors through if all have one size."""
-    whole = {"allgather": args[0], "reduce_scatter": args[1]}.get(name) if len(args) > 1 else None
-    listed = tensors_in([whole])
-    gpu = gpu_of(listed[0]) if listed else None
-    if gpu is None or len({tensor.shape for tensor in listed}) > 1:
-        return nullcontext()
-    return scratch(gpu, sum(map(nbytes, listed)))
 
 
 # ---- the methods -----------------------------------------------------------------------------------------------------
@@ -286,24 +261,25 @@ def _by_nccls_rules(name: str, function: Callable[..., Any]) -> Callable[..., An
         if this_thread.in_kernel or not tensors or any(is_fake(type(t)) or is_wrapper(type(t)) for t in tensors):
             return function(group, *args, **rest)
         on_gpu = any(gpu_of(tensor) is not None for tensor in tensors)
-        if on_gpu or not get_machine().shapes_only:  # else objects, see `process_groups._get_object_coll_device`
+        if on_gpu or not (get_machine().shapes_only and _sends_objects()):
             require_backend(group, "cuda" if on_gpu else "cpu")
-        with _through_a_flat_tensor(name, args):
-            if on_gpu and is_nccl(group):
-                _check(name, tensors)
-            if runs_alone(active()):  # nothing is sent
-                with reducing(_operation((*args, *rest.values()))):
-                    work = function(group, *args, **rest)
-            elif not on_gpu or not is_nccl(group):
-                work = function(group, *args, **rest)
-            else:
-                with torch.no_grad():  # not a decorator, whose frame of PyTorch's would be in every traceback
-                    listed = [*args, *(rest.pop(key) for key in list(rest) if tensors_in(rest[key]))]
-                    work = _METHODS[name](_Method(group, name, function, listed, rest))
-                if work is not None and name in _MESSAGES:
-                    _messages.add(work)
-                if work is not None and (block := state_of(group).coalescing) is not None:
-                    block.append(work)
+        by_nccl, (op, _) = on_gpu and is_nccl(group), _operation((*args, *rest.values()))
+        alone, listed = runs_alone(active()), [*args, *(rest.pop(key) for key in list(rest) if tensors_in(rest[key]))]
+        call = _Method(group, name, function, listed, rest)
+        if by_nccl:
+            _check(call, tensors)
+            if alone:  # nothing is sent
+                _adapt(call, op)
+        if alone or not by_nccl:
+            with reducing(op):
+                work = function(group, *listed, **rest)
+        else:
+            with torch.no_grad():  # not a decorator, whose frame of PyTorch's would be in every traceback
+                work = _METHODS[name](call)
+            if work is not None and kind_of(name) in MESSAGES:
+                _messages.add(work)
+            if work is not None and (block := state_of(group).coalescing) is not None:
+                block.append(work)
         remember(work)
         return work
 
@@ -328,16 +304,11 @@ class _OfCpp:
         return (self._checked if kind is self._owner else self._raw).__get__(group, kind)
 
 
-def _options(values: Iterable[Any]) -> Any:
-    """The options that hold the operation of a reduction, or None."""
-    return next((value for value in values if hasattr(value, "reduceOp")), None)
-
-
-def _operation(values: Sequence[Any]) -> Any:
-    """The operation of a reduction, from its options or by itself; None for other collectives."""
-    opts = _options(values)
+def _operation(values: Sequence[Any]) -> tuple[Any, Any]:
+    """The operation of a reduction, and the options that hold it. None for what is not there."""
+    opts = next((value for value in values if hasattr(value, "reduceOp")), None)
     kinds = torch.distributed.ReduceOp
-    return opts.reduceOp if opts is not None else next((v for v in values if isinstance(v, kinds)), None)
+    return opts.reduceOp if opts is not None else next((v for v in values if isinstance(v, kinds)), None), opts
 
 
 def _wait(function: Callable[..., Any], work: Any, *args: Any, **kwargs: Any) -> bool:

@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from virtual_gpus.clock.traffic import COLLECTIVES, kind_of
+from virtual_gpus.clock.traffic import TRAFFIC, kind_of
 from virtual_gpus.dispatch.operators import OpCall
 from virtual_gpus.errors import NotModelled
 from virtual_gpus.features.distributed.groups import is_boxed
@@ -36,7 +36,6 @@ from virtual_gpus.patches.table import Patch, around
 from virtual_gpus.settings import Settings
 from virtual_gpus.threads import OfEachThread, below
 
-_MESSAGES = {"send", "recv_", "recv_any_source_"}
 # The operation of a process group's method that runs; C++ before PyTorch 2.14 does not tell
 _running: OfEachThread[Any] = OfEachThread(None)
 
@@ -193,7 +192,7 @@ def _objects_from_another(function: Callable[..., Any], *args: Any, **kwargs: An
 def fill(call: OpCall) -> bool:
     """Give the tensors of a collective the values that follow from this rank's own. False if other ranks send them."""
     name = call.op.base
-    if not runs_alone(active()) or call.func.namespace != "c10d" or not (kind_of(name) or name in _MESSAGES):
+    if not runs_alone(active()) or call.func.namespace != "c10d" or not kind_of(name):
         return False
     group = next(torch.distributed.ProcessGroup.unbox(v) for v in call.args if is_boxed(v, "ProcessGroup"))
     with below(), torch.no_grad():
@@ -212,9 +211,7 @@ def reducing(operation: Any) -> Iterator[None]:
 
 
 def _fill(name: str, args: Sequence[Any], rank: int, ranks: int) -> None:
-    row = COLLECTIVES.get(kind_of(name))
-    if row is None:  # a message
-        return
+    row = TRAFFIC[kind_of(name)]  # of a message, which leaves tensors as they are, nothing below is true
     if row.whole == (0, 1):
         outputs, inputs = (_parts(args[i], args[i + 3] if name == "alltoall_base_" else None, ranks) for i in (0, 1))
         for output in outputs:
