@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from virtual_gpus.dispatch import valueless
-from virtual_gpus.dispatch.operators import OpCall, refuse_gpu_generator
+from virtual_gpus.dispatch.operators import OpCall, asked_generator
 from virtual_gpus.dispatch.timing import charge_op
 from virtual_gpus.machine import VirtualGPU, VirtualMachine, active, find_gpu
 from virtual_gpus.placement.creation_sites import record_creation_site
@@ -60,7 +60,7 @@ def _target(call: OpCall, machine: VirtualMachine) -> Any:
 def _create_on_host(call: OpCall, source: VirtualGPU | None) -> Any:
     """A CPU tensor, noted down if C++ made it for itself."""
     if call.op.has_generator:
-        refuse_gpu_generator(call)
+        asked_generator(call, "cpu")
     kwargs = call.kwargs
     pinned = bool(kwargs.get("pin_memory"))
     result = call.kernel(*call.args, **({**kwargs, "pin_memory": False} if pinned else kwargs))

@@ -20,7 +20,9 @@ def resolve_common_device(call: OpCall) -> None:
         if where is None and (may_be_adopted(tensor, site) or (tensor.is_meta and gpu.machine.shapes_only)):
             place(tensor, gpu)
             where = gpu
-        if where is None and (name in call.op.row.on_host or _is_free_scalar(call, name, tensor)):
+        # A 0-dim CPU tensor counts as a number, unless the operator writes to it or checks every argument.
+        is_number = tensor.dim() == 0 and name not in call.op.written and not errors.checks_each_argument(call.op.name)
+        if where is None and (name in call.op.row.on_host or is_number):
             continue
         device = device_of(tensor)
         if common is None:
@@ -29,11 +31,6 @@ def resolve_common_device(call: OpCall) -> None:
             raise errors.other_machine(device_of(tensor))
         elif device != common or (where is not None and where is not gpu):
             raise _mixture_error(call, name, common, device)
-
-
-def _is_free_scalar(call: OpCall, name: str, tensor: torch.Tensor) -> bool:
-    """A 0-dim CPU tensor counts as a number, unless the operator writes to it or checks every argument."""
-    return tensor.dim() == 0 and name not in call.op.written and not errors.checks_each_argument(call.op.name)
 
 
 def _mixture_error(call: OpCall, name: str, common: torch.device, device: torch.device) -> Exception:

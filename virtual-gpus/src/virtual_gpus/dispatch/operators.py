@@ -318,7 +318,7 @@ def _draw(call: OpCall) -> Any:
     """The results of an operator that draws numbers: from the generator that was asked for, or from the GPU's own."""
     op, kernel, args, kwargs, generator = call.op, call.kernel, call.args, call.kwargs, None
     if op.has_generator:
-        generator = _generator(call)
+        generator = asked_generator(call, "cuda") or default_generator(call.gpu)
         given = None if call.gpu.machine.shapes_only else generator  # PyTorch's kernels in Python take none
         kwargs = {**kwargs, "generator": given}
         if len(args) > (position := op.names.index("generator")):
@@ -362,18 +362,9 @@ def _run(call: OpCall, kernel: Callable[..., Any], args: tuple[Any, ...], kwargs
         this_thread.in_kernel = False
 
 
-def refuse_gpu_generator(call: OpCall) -> None:
-    """A GPU's generator draws no numbers on the CPU."""
-    wanted = call["generator"]
-    if wanted is not None and device_of_generator(wanted).type == "cuda":
-        raise errors.wrong_generator("cpu", "cuda")
-
-
-def _generator(call: OpCall) -> torch.Generator:
-    """The generator that was asked for, checked for its device, or the GPU's default one."""
-    wanted = call["generator"]
-    if wanted is None:
-        return default_generator(call.gpu)
-    if device_of_generator(wanted).type != "cuda":
-        raise errors.wrong_generator("cuda", device_of_generator(wanted).type)
-    return wanted
+def asked_generator(call: OpCall, device: str) -> torch.Generator | None:
+    """The generator among the arguments, if there is one. Raises RuntimeError if it is not one of `device`."""
+    asked = call["generator"]
+    if asked is not None and (given := device_of_generator(asked).type) != device:
+        raise errors.wrong_generator(device, given)
+    return asked

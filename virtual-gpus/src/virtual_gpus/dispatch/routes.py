@@ -14,7 +14,7 @@ from virtual_gpus import errors
 from virtual_gpus.dispatch import creation, foreach_ops, valueless
 from virtual_gpus.dispatch.copies import charge_copy, lie_alike
 from virtual_gpus.dispatch.mixed_devices import resolve_common_device
-from virtual_gpus.dispatch.operators import OpCall, Route, RouteKind, refuse_gpu_generator
+from virtual_gpus.dispatch.operators import OpCall, Route, RouteKind, asked_generator
 from virtual_gpus.dispatch.timing import charge_op, charge_read
 from virtual_gpus.entrance import calling_frame
 from virtual_gpus.placement.creation_sites import may_be_adopted, record_creation_site
@@ -95,7 +95,7 @@ def lists(call: OpCall) -> Any:
 def on_host(call: OpCall) -> Any:
     """An operator on CPU tensors. What C++ computes from a helper of its own in the same call is such a helper too."""
     if call.op.has_generator:
-        refuse_gpu_generator(call)
+        asked_generator(call, "cpu")
     for former in filter(None, map(former_gpu_of, call.tensors if not call.all_placed else ())):
         errors.warn_of_gpu_that_is_off(former, calling_frame())
     result = call.kernel(*call.args, **call.kwargs)

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from operator import attrgetter, mul
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -25,12 +25,11 @@ from virtual_gpus.placement.storages import allocation_of, gpu_of, tensors_in
 from virtual_gpus.threads import this_thread
 
 Tensors, TensorList, Operands = Iterable[torch.Tensor], Sequence[torch.Tensor], tuple[Operand, ...]
-_Dtype, _More = torch.dtype, tuple[tuple[tuple[int, ...], ...], tuple[Any, ...], tuple[str, bool]]
 MaybeCall, Place = OpCall | KernelCall | None, VirtualGPU | None  # no place: the computer
 _PRECISION: dict[_Dtype, Precision] = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float64: "fp64"}
 _kept: dict[Any, LaunchTimes] = {}
 _allows_tf32, _cudnn_enabled = torch._C._get_fp32_precision_getter, torch._C._get_cudnn_enabled
-_grad_enabled, _Tensor = torch.is_grad_enabled, torch.Tensor
+_grad_enabled, _Tensor, _Dtype = torch.is_grad_enabled, torch.Tensor, torch.dtype
 # Not comprehensions: a call into Python per operator costs, and a generator that is cut short swallows a Ctrl-C.
 _form, _is_trained = attrgetter("shape", "dtype"), attrgetter("requires_grad")
 _stride, _elements, _itemsize = _Tensor.stride, _Tensor.numel, _Tensor.element_size
@@ -45,6 +44,15 @@ class LaunchTimes:
     seconds: float
     host: float
     further: float
+
+
+class _More(NamedTuple):
+    """What some classes want to know beside shapes and types: see `OperatorClass`, where they ask for it."""
+
+    strides: tuple[tuple[int, ...], ...] = ()  # of each tensor
+    arguments: tuple[Any, ...] = ()
+    tf32: str = ""
+    cudnn: bool = True
 
 
 def charge_op(call: OpCall, result: Any) -> None:
@@ -66,7 +74,7 @@ def charge_op(call: OpCall, result: Any) -> None:
         if any(part.is_nested or torch.nn.parameter.is_lazy(part) for part in (*tensors, *tensors_in(result))):
             return  # neither has a shape: they take no modelled time
         raise
-    needs = _kept.get(key) or _find(key, gpu, op, *_operands(call, tensors_in(result) or _filled(call), key[2]))
+    needs = _kept.get(key) or _keep(key, gpu, op, _operation(call, tensors_in(result) or _filled(call), key[2]))
     if needs.seconds:
         _issue(gpu, op.base, tensors, needs, call)
     else:
@@ -114,7 +122,7 @@ def launch(
 
 def charge_foreach(call: OpCall, columns: list[TensorList], gpus: list[VirtualGPU | None], result: Any) -> None:
     """An operator on lists of tensors: for each GPU among them, one call with its elements. gpus: of the first list."""
-    op, arguments = call.op, call.op.arguments and _arguments(call)
+    op, arguments = call.op, _plain(list(map(call.__getitem__, call.op.arguments)))
     dtype = getattr(result[0], "dtype", None) if result else None
     for gpu in filter(None, dict.fromkeys(gpus)):
         rows = columns
@@ -128,7 +136,9 @@ def charge_foreach(call: OpCall, columns: list[TensorList], gpus: list[VirtualGP
         needs = _kept.get(key)
         if needs is None:
             filled = operands(part for part in tensors_in(result) or _filled(call) if gpu_of(part) is gpu)
-            needs = _find(key, gpu, op, operands(chain(*reads)), filled, arguments, lists=lists)
+            operation = Operation(op.base, operands(chain(*reads)), filled, gpu.spec, lists=lists, in_place=op.in_place,
+                                  arguments=dict(zip(op.arguments, arguments, strict=True)))  # fmt: skip
+            needs = _keep(key, gpu, op, operation)
         _issue(gpu, op.base, chain(*rows), needs, call if len(rows[0]) == len(gpus) else None, trains=False)
 
 
@@ -191,57 +201,50 @@ def _filled(call: OpCall) -> list[torch.Tensor]:
     return [tensor for name, tensor in call.named_tensors() if name in call.op.filled]
 
 
-def _more(call: OpCall) -> _More:
-    """What some classes want to know beside shapes and types: strides, arguments, what TF32 and cuDNN are set to."""
+def _more(call: OpCall) -> tuple[Any, ...]:
+    """The parts of a `_More`, in a tuple, which takes less time to make."""
     op, strides = call.op, ()
-    if op.row.cost.depends_on_strides:  # what has a storage of its own has strides
+    row = op.row.cost
+    if row.depends_on_strides:  # what has a storage of its own has strides
         strides = tuple(map(_stride if call.on_one_gpu else _strides, call.tensors))
-    setting, asks_cudnn = op.row.cost.tf32_setting, op.row.cost.asks_cudnn
-    settings = setting and _allows_tf32("cuda", setting), asks_cudnn and _cudnn_enabled()
-    return strides, op.arguments and _arguments(call), settings
+    arguments = op.arguments and _plain(list(map(call.__getitem__, op.arguments)))
+    setting = row.tf32_setting
+    return strides, arguments, setting and _allows_tf32("cuda", setting), row.asks_cudnn and _cudnn_enabled()
 
 
-def _arguments(call: OpCall) -> tuple[Any, ...]:
-    """Those that the operator's class names, as `Operation` has them."""
-    values = map(call.__getitem__, call.op.arguments)
-    return tuple([value if type(value) in _PLAIN else _fact(value) for value in values])
-
-
-def _fact(value: Any) -> Any:
+def _plain(value: Any) -> Any:
+    """An argument, or a list of them, as `Operation` has it."""
     if isinstance(value, (list, tuple)):
-        return tuple(value if _PLAIN.issuperset(map(type, value)) else map(_fact, value))
+        if _PLAIN.issuperset(map(type, value)):
+            return tuple(value)
+        return tuple([part if type(part) in _PLAIN else _plain(part) for part in value])
     return isinstance(value, _Tensor) or value
 
 
-def _operands(
-    call: OpCall, made: TensorList, more: _More | None
-) -> tuple[Operands, Operands, tuple[Any, ...], list[_Dtype]]:
-    """What `_find` takes of an operator that made, or wrote on, `made`: no more than it is kept by."""
-    op, (strides, arguments, _) = call.op, more or ((), (), "")
+def _operation(call: OpCall, made: TensorList, given: tuple[Any, ...] | None) -> Operation:
+    """What the formula is given, which is no more than the key of `_kept` has. made: the results, or what was written.
+    given: what `_more` says."""
+    op, row, more = call.op, call.op.row.cost, _More(*given or ())
     outputs, inputs = (tuple(Operand(tuple(t.shape), t.itemsize) for t in tensors) for tensors in (made, call.tensors))
-    if strides:
-        inputs = tuple(part._replace(strides=at) for part, at in zip(inputs, strides, strict=True))
+    if more.strides:
+        inputs = tuple(part._replace(strides=at) for part, at in zip(inputs, more.strides, strict=True))
     if op.outputs:  # they come last
         inputs, outputs = inputs[: -len(made)], inputs[-len(made) :]
     elif op.in_place and len(made) == 1:
         outputs = inputs[:1]
-    return inputs, outputs, arguments, [tensor.dtype for tensor in call.tensors]
+    dtypes = [tensor.dtype for tensor in call.tensors]
+    return Operation(
+        op.base, inputs, outputs, call.gpu.spec, precision_of(row.tf32_setting, dtypes),
+        parts=1 + any(dtype.is_complex for dtype in dtypes), in_place=op.in_place,
+        arguments=dict(zip(op.arguments, more.arguments, strict=True)), cudnn=more.cudnn or not row.asks_cudnn,
+    )  # fmt: skip
 
 
-def _find(
-    key: Any, gpu: VirtualGPU, op: Operator, inputs: Operands, outputs: Operands, arguments: tuple[Any, ...],
-    dtypes: Sequence[_Dtype] = (), lists: tuple[int, ...] = (),
-) -> LaunchTimes:  # fmt: skip
-    """The times of an operator by its formula, kept from now on by `key`: it tells apart all that the formula is given,
-    so that no call gets the seconds of another."""
+def _keep(key: Any, gpu: VirtualGPU, op: Operator, operation: Operation) -> LaunchTimes:
+    """The times of an operator by its formula, kept by `key`."""
     if len(_kept) > _MOST:
         _kept.clear()
-    operation = Operation(
-        op.base, inputs, outputs, gpu.spec, precision_of(op.row.cost.tf32_setting, dtypes),
-        parts=1 + any(dtype.is_complex for dtype in dtypes), lists=lists, in_place=op.in_place,
-        arguments=dict(zip(op.arguments, arguments, strict=True)), cudnn=_cudnn_enabled() or not op.row.cost.asks_cudnn,
-    )  # fmt: skip
-    needs = _kept[key] = times(gpu, op.row.cost.cost(operation), in_place=bool(op.written) and not lists)
+    needs = _kept[key] = times(gpu, op.row.cost.cost(operation), in_place=bool(op.written) and not operation.lists)
     return needs
 
 

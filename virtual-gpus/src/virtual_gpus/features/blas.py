@@ -160,12 +160,8 @@ def _matrices(operation: Operation, bias: int = 0) -> Cost:
     return Cost(seconds, kernels, _HOST)
 
 
-def _added(operation: Operation) -> Cost:
-    return _matrices(operation, bias=1)
-
-
 _PRODUCT = OperatorClass(_matrices, is_fusible=False, tf32_setting="matmul", depends_on_strides=True)
-_ADDED = OperatorClass(_added, is_fusible=False, tf32_setting="matmul", depends_on_strides=True)
+_ADDED = _PRODUCT._replace(cost=lambda operation: _matrices(operation, bias=1))
 _VECTOR = moves("vector", is_fusible=False, host=_HOST)
 _of = functools.partial(functools.partial, with_workspace)  # the recipe, with what it needs of an operator
 OPERATORS = {

@@ -40,15 +40,11 @@ class Fusion(Charger[VirtualGPU]):
         """Charge an operator if it is fused."""
         if not (runs_compiled.value or this_thread.in_backward):
             return False
-        if call.op.is_view:
-            return True
-        if not call.op.row.cost.is_fusible:
-            return False
+        if call.op.is_view or not call.op.row.cost.is_fusible:
+            return call.op.is_view
         self._charge(call.gpu, call.op.base, call.tensors, unwritten=False)
-        for tensor in tensors_in(result):
-            allocation = allocation_of(tensor)
-            if allocation is not None:
-                self._unwritten[id(allocation)] = allocation
+        for allocation in filter(None, map(allocation_of, tensors_in(result))):
+            self._unwritten[id(allocation)] = allocation
         return True
 
     def before(self, gpu: VirtualGPU, tensors: Iterable[torch.Tensor]) -> None:

@@ -9,20 +9,9 @@ A *recipe* runs one ATen operator and counts the memory that CUDA would use for 
 A recipe returns results that have blocks. Each module has one family of operators. Its `OPERATORS` has a row for each,
 with its recipe and all else that is known of it. An operator without a recipe takes only the memory of its results.
 
-`python -m benchmarks.memory` compares nine training steps with measurements on a real H200 under torch 2.11. With
-`--operators` it compares eighty single operators, with `--trace` every allocation of a step. If the nine steps run in
-the same order as on the H200, all numbers are equal to the byte. If each step runs on a new GPU, they are within 1.4 %
-(reserved memory: 7.1 %).
-
-The rules come from these sources:
-
-- PyTorch's source code: sizes and order of results and temporary buffers, partial sums (`reductions`), cuBLAS
-  workspaces (`blas`), attention kernels (`attention`), casts by autocast, and gradients that are added in place
-  (`accumulation`). These rules are exact to the byte on the H200.
-- Measurements on the H200, because NVIDIA does not publish the rules: cuDNN's workspaces of convolutions
-  (`conv.workspaces`) and of RNNs (`rnn.sizes`). The rules were fitted to the same cases that they are compared with.
-  Expect larger errors for other networks: docs/accuracy.md of the source shows how large.
-- For other kinds of GPU, everything that does not follow from the data sheet is taken from the H200.
+The rules come from PyTorch's source code, and are exact to the byte there, or were fitted to measurements on an H200,
+where NVIDIA does not publish them: cuDNN's workspaces (`conv.workspaces`, `rnn.sizes`). docs/accuracy.md compares both
+with a real GPU, and says how to repeat that. What does not follow from another GPU's data sheet is taken from the H200.
 """
 
 from __future__ import annotations
