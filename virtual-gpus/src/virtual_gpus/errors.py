@@ -60,11 +60,6 @@ def cuda_error(what: str, hint: str) -> Exception:
     )
 
 
-def not_implemented(kernel: str, tensor: torch.Tensor) -> NotImplementedError:
-    """A kernel does not take such numbers (aten/src/ATen/Dispatch.h)."""
-    return NotImplementedError(f"\"{kernel}\" not implemented for '{scalar_type(tensor)}'")
-
-
 def wrong_generator(wanted: str, given: str) -> RuntimeError:
     """A CPU generator for a GPU tensor or the reverse (aten/src/ATen/core/Generator.h)."""
     return RuntimeError(f"Expected a '{wanted}' device type for generator but found '{given}'")

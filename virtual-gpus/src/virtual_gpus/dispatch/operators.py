@@ -17,7 +17,7 @@ import torch
 from torch._library.custom_ops import OPDEFS
 
 from virtual_gpus import errors
-from virtual_gpus.clock.cost import CHARGED_ELSEWHERE, READS_AND_WRITES, OperatorClass, Parts
+from virtual_gpus.clock.cost import READS_AND_WRITES, OperatorClass, Parts
 from virtual_gpus.clock.work import Cost, Operation
 from virtual_gpus.dispatch import known
 from virtual_gpus.gpus import GPUSpec, Precision
@@ -59,11 +59,6 @@ class Row:
     mixture: Callable[[OpCall, str, torch.device, torch.device], Exception | None] | None = None
     crosses: bool = False
     size_is_known: Callable[[OpCall], bool] = lambda call: False
-
-    @property
-    def in_parts(self) -> bool:
-        """True if the recipe runs other operators instead, which are charged, and for which the host waits."""
-        return self.recipe is not None and self.cost is CHARGED_ELSEWHERE
 
 
 # Features add theirs: by the base name of an operator ("mm"), or "_foreach_*" for all of these that have none, and by
@@ -214,8 +209,6 @@ class OpCall:
     first tensor that has one, where the operator runs; None if there is none. on_one_gpu: True if all tensors have a
     storage of their own on that GPU. all_placed: False if one has none, as sparse ones, if C++ made it for itself, or
     if its GPU is off.
-
-    A recipe (see `features.recipes`) takes it and runs the kernel as CUDA would use memory for it.
     """
 
     __slots__ = ("all_placed", "args", "func", "gpu", "kernel", "kwargs", "on_one_gpu", "op", "tensors")

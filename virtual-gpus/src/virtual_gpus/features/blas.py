@@ -114,7 +114,7 @@ def with_workspace(call: OpCall, kernel: str = "", matrices: slice = _NONE, lt: 
     """
     first, empty = call.tensors[0], not all(map(torch.Tensor.numel, call.tensors[: call.op.takes_first]))
     if kernel and not empty and first.dtype not in MULTIPLIED:
-        raise errors.not_implemented(kernel, first)
+        raise NotImplementedError(f"\"{kernel}\" not implemented for '{errors.scalar_type(first)}'")
     result = call.run()
     if empty:
         return result
