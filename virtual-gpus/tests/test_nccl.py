@@ -72,6 +72,7 @@ def shapes(rank):
     assert work.is_completed() and work.is_success() and work.result()[0].tolist() == [[2.0, 2.0]] * 2
     assert objects == [0, 1]
     assert dist.group.WORLD._device_types == [torch.device("cuda")]
+    assert dist.group.WORLD._get_backend_name() == "nccl"  # SyncBatchNorm gathers lists in gloo's groups
     assert {str(tensor.device) for tensors in made.values() for tensor in tensors} == {f"cuda:{rank}"}
     return {name: [tensor.tolist() for tensor in tensors] for name, tensors in made.items()}
 

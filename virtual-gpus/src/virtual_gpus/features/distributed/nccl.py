@@ -39,8 +39,8 @@ _messages: weakref.WeakSet[Any] = weakref.WeakSet()  # works of messages: gloo m
 # ---- what is refused ----------------------------------------------------------------------------------------------
 
 
-def _check(call: _Method, tensors: Sequence[torch.Tensor]) -> None:
-    """`check_gpu_single_tensor`, and the types."""
+def _check(call: _Method, op: Any, tensors: Sequence[torch.Tensor]) -> None:
+    """`check_gpu_single_tensor`, the types, and `getNcclReduceOp`. op: of a reduction, or None."""
     name, kind = call.name, kind_of(call.name)
     for tensor in tensors:
         if tensor.layout != torch.strided and name == "allreduce":
@@ -58,21 +58,16 @@ def _check(call: _Method, tensors: Sequence[torch.Tensor]) -> None:
         raise ValueError("Tensors must be on the same device")
     if name in MESSAGES and call.args[1] == call.group.rank():
         raise errors.not_modelled("a message of a rank to itself", "Copy the tensor.")
+    for refused in ("BAND", "BOR", "BXOR") if op is not None else ():
+        if op == getattr(torch.distributed.ReduceOp, refused):
+            raise ValueError(f"Cannot use ReduceOp.{refused} with NCCL")
+    if op is not None and op == torch.distributed.ReduceOp.AVG and tensors[0].dtype == torch.bool:
+        raise TypeError("Cannot use ReduceOp.AVG with boolean inputs")
 
 
 def _sends_objects() -> bool:
     """Whether a function calls that asks where objects travel, see `process_groups._get_object_coll_device`."""
     return any("_get_object_coll_device" in frame.f_code.co_names for frame, _ in traceback.walk_stack(None))
-
-
-def _check_operation(op: Any, dtype: torch.dtype) -> None:
-    """`getNcclReduceOp`."""
-    kinds = torch.distributed.ReduceOp
-    for name in ("BAND", "BOR", "BXOR"):
-        if op == getattr(kinds, name):
-            raise ValueError(f"Cannot use ReduceOp.{name} with NCCL")
-    if op == kinds.AVG and dtype == torch.bool:
-        raise TypeError("Cannot use ReduceOp.AVG with boolean inputs")
 
 
 # ---- what gloo is given -------------------------------------------------------------------------------------------
@@ -164,7 +159,7 @@ def _direct(call: _Method) -> Any:
     """Gloo's own method, with arguments as gloo takes them."""
     group, name, function, args, rest = call
     op, opts = _operation((*args, *rest.values()))
-    outputs, row, args = tensors_in(args[:1]), TRAFFIC[kind_of(name)], _adapt(call, op)
+    outputs, row, args = tensors_in(args[:1]), TRAFFIC[kind_of(name)], _adapt(call)
     finish = _after_sum(op, outputs, group.size())
     if finish is None:
         return function(group, *args, **rest)
@@ -200,11 +195,9 @@ def _summed(call: _Method, op: Any, opts: Any) -> Any:
         opts.reduceOp = own
 
 
-def _adapt(call: _Method, op: Any) -> list[Any]:
-    """The arguments as gloo takes them. Raises where NCCL does not take the operation, or the sizes do not fit."""
+def _adapt(call: _Method) -> list[Any]:
+    """The arguments as gloo takes them. Raises where the sizes do not fit."""
     args, whole = [*call.args], TRAFFIC[kind_of(call.name)].whole
-    if op is not None:
-        _check_operation(op, tensors_in(args)[0].dtype)
     with below():
         if len(whole) == 1 and isinstance(args[side := whole[0]], torch.Tensor):
             args[side], args[1 - side] = _one_for_all(call.group, args[side], args[1 - side], side)
@@ -267,9 +260,9 @@ def _by_nccls_rules(name: str, function: Callable[..., Any]) -> Callable[..., An
         alone, listed = runs_alone(active()), [*args, *(rest.pop(key) for key in list(rest) if tensors_in(rest[key]))]
         call = _Method(group, name, function, listed, rest)
         if by_nccl:
-            _check(call, tensors)
+            _check(call, op, tensors)
             if alone:  # nothing is sent
-                _adapt(call, op)
+                _adapt(call)
         if alone or not by_nccl:
             with reducing(op):
                 work = function(group, *listed, **rest)

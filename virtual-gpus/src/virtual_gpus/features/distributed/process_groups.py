@@ -24,7 +24,7 @@ import torch
 
 from virtual_gpus.features.cuda.devices import gpu_at
 from virtual_gpus.features.distributed.collectives import charge_barrier
-from virtual_gpus.features.distributed.groups import gloo_group, require_backend, state_of, states
+from virtual_gpus.features.distributed.groups import gloo_group, is_nccl, require_backend, state_of, states
 from virtual_gpus.features.distributed.messages import until_times_have_arrived
 from virtual_gpus.features.distributed.one_rank import require_its_rank, runs_alone
 from virtual_gpus.features.distributed.whereabouts import report_location
@@ -171,6 +171,11 @@ def _get_backend(function: Callable[..., Any], group: torch.distributed.ProcessG
     return function(group, device)
 
 
+def _get_backend_name(function: Callable[..., Any], group: torch.distributed.ProcessGroup) -> str:
+    """By which SyncBatchNorm chooses its collective."""
+    return "nccl" if is_nccl(group) else function(group)
+
+
 def _split_group(function: Callable[..., Any], group: torch.distributed.ProcessGroup, *args: Any, **kwargs: Any) -> Any:
     part = function(group, *args, **kwargs)
     state, devices = state_of(group), state_of(group).backends
@@ -250,6 +255,7 @@ def patches() -> list[Patch]:
         (c10d, "_get_split_source", lambda *args: None),  # only NCCL makes a group's communicator out of another's
         (group, "_device_types", property(functools.partial(_device_types, vars(group)["_device_types"].__get__))),
         (group, "_get_backend", around(group._get_backend, _get_backend)),
+        (group, "_get_backend_name", around(group._get_backend_name, _get_backend_name)),
         (group, "barrier", around(group.barrier, _barrier)),
     ]
     rows += [(owner, "destroy_process_group", destroy) for owner in (c10d, torch.distributed)]
