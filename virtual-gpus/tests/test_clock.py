@@ -1,6 +1,7 @@
 """The clock's rules: host, streams, events, copies, threads. Times follow from the rules; here they are counted out."""
 
 import math
+import random
 from contextlib import nullcontext
 
 import pytest
@@ -20,19 +21,33 @@ def test_streams_of_one_gpu_share_its_multiprocessors_fill_gaps_and_have_priorit
     clock = Clock(1)
     clock.launch(0, 0, 4.0, 0.0, "a")
     clock.launch(0, 1, 4.0, 0.0, "b")
-    assert clock.mark(0, 1) == 8.0
     clock.hold(0, 2, 20.0)
     clock.launch(0, 2, 1.0, 0.0, "late")
     clock.launch(0, 0, 3.0, 0.0, "into the gap")
-    assert clock.mark(0, 2) == 21.0 and clock.mark(0, 0) == 11.0
+    assert [clock.mark(0, stream) for stream in range(3)] == [11.0, 8.0, 21.0]
     clock = Clock(1)
-    clock.tracks[0].urgent.add(1)
+    clock.tracks[0].urgent |= {1, 2}
     for name in "ab":
         clock.launch(0, 0, 4.0, 0.0, name)
-    clock.hold(0, 1, 4.0)
-    clock.launch(0, 1, 1.0, 0.0, "urgent")  # when "a" is done; "b" has its time already, so "c" pays for it
+    for stream in (1, 2):
+        clock.hold(0, stream, 4.0)
+        clock.launch(0, stream, 1.0, 0.0, "urgent")  # when "a" is done, one after the other; "b" and "c" are later
     clock.launch(0, 0, 4.0, 0.0, "c")
-    assert clock.mark(0, 1) == 5.0 and clock.mark(0, 0) == 13.0
+    assert [clock.mark(0, stream) for stream in range(3)] == [14.0, 5.0, 6.0]
+
+
+def test_a_gpu_is_busy_for_the_sum_of_its_kernels_whatever_goes_first():
+    for seed in range(400):
+        choose, clock, total = random.Random(seed), Clock(1), 0.0
+        clock.tracks[0].urgent |= set(choose.sample(range(4), seed % 5))
+        for number in range(40):
+            if seed % 4 > 1 and number % 8 == 0:
+                clock.occupy(0, "", *sorted(choose.uniform(0, 70) for _ in "ab"), "collective", "all_reduce", True)
+            clock.hold(0, choose.randrange(4), seed % 2 * choose.uniform(-300, 30))
+            clock.launch(0, choose.randrange(4), seconds := choose.uniform(0.1, 3), 0.0, "kernel")
+            total += seconds
+        end, busy = max(clock.mark(0, stream) for stream in range(4)), list(clock.tracks[0].busy)
+        assert end > total - 1e-9 and (seed % 4 or sum(busy[1::2]) - sum(busy[::2]) == pytest.approx(total) == end)
 
 
 def test_a_row_of_the_host_s_times_that_is_not_there_is_refused_where_a_feature_names_it():

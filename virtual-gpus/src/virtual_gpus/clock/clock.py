@@ -104,7 +104,7 @@ class Arrival:
 class Track:
     """One GPU: when each stream is free, and when the multiprocessors are."""
 
-    __slots__ = ("_late", "busy", "collectives", "expected", "free_from", "gaps", "streams", "urgent")
+    __slots__ = ("_late", "busy", "collectives", "expected", "free_from", "gaps", "streams", "urgent", "urgent_from")
 
     def __init__(self):
         self.streams: dict[int | str, float] = {}
@@ -112,20 +112,14 @@ class Track:
         self.gaps: deque[list[float]] = deque(maxlen=_KEPT_GAPS)  # idle times before that, if streams share them
         self.busy: deque[float] = deque()  # starts and ends in turn, merged, of the last second: no object per span
         self.urgent: set[int] = set()  # streams that were made with a priority
+        self.urgent_from = 0.0  # the multiprocessors, after the last kernel of these
         self.collectives: deque[tuple[float, float]] = deque(maxlen=_KEPT_COLLECTIVES)  # their times, for later kernels
         self._late: dict[int, tuple[Arrival, ref[object]]] = {}  # by the id of the allocation that it fills
         self.expected: Collection[int] = self._late.keys()  # not empty while tensors from other processes are late
 
-    def take(self, earliest: float, seconds: float, urgent: bool = False) -> float:
-        """When a kernel that may start at `earliest` gets the multiprocessors.
-
-        urgent: it goes before kernels that were issued earlier and have not started. Their times are fixed, so whatever
-        is issued next is later by its time.
-        """
+    def take(self, earliest: float, seconds: float) -> float:
+        """When a kernel that may start at `earliest` gets the multiprocessors."""
         free = self.free_from
-        if urgent and earliest < free and not any(gap[0] <= earliest <= gap[1] - seconds for gap in self.gaps):
-            self.free_from = free + seconds
-            return earliest
         if earliest >= free:
             if len(self.streams) > 1 and earliest > free:
                 self.gaps.append([free, earliest])
@@ -134,13 +128,31 @@ class Track:
         for gap in self.gaps.copy():  # in one piece: a thread that was left over may add to them meanwhile
             start = max(gap[0], earliest)
             if start + seconds <= gap[1]:
-                if gap[1] - start - seconds > start - gap[0]:
-                    gap[0] = start + seconds
-                else:
-                    gap[1] = start
+                end = start + seconds
+                gap[:] = (end, gap[1]) if gap[1] - end > start - gap[0] else (gap[0], start)  # the longer part is kept
                 return start
         self.free_from = free + seconds
         return free
+
+    def take_first(self, earliest: float, seconds: float) -> float:
+        """`take` for a stream with a priority: it waits for kernels of such streams, and those of others end later."""
+        start = max(earliest, self.urgent_from)
+        end = self.urgent_from = start + seconds
+        free = self.free_from
+        if start >= free:
+            return self.take(start, seconds)
+        taken = min(end, free) - start
+        for gap in self.gaps.copy():
+            idle = min(end, gap[1]) - max(start, gap[0])
+            if idle > 0:
+                taken -= idle
+                gap[:] = (end, gap[1]) if gap[1] - end > start - gap[0] else (gap[0], start)
+        self.free_from = max(free, end) + taken
+        self.note(free, self.free_from)
+        for stream, until in self.streams.copy().items():
+            if start < until <= free and isinstance(stream, int) and stream not in self.urgent:
+                self.streams[stream] = self.free_from - (free - until)  # the last one ends exactly then
+        return start
 
     def share(self, start: float, end: float) -> None:
         """A collective holds some multiprocessors: kernels issued before end later, and later ones are slower."""
@@ -241,8 +253,8 @@ class Clock:
             self._threads[gpu] = after
         else:
             self.now = after
-        if self.timelines and after > before:
-            self._record(Span(None, HOST_LANE, before, after, "wait", "wait"))
+        for timeline in self.timelines if after > before else ():
+            timeline.add(Span(None, HOST_LANE, before, after, "wait", "wait"))
 
     def notice(self, until: float, gpu: int | None = None) -> None:
         """`wait`, and the time that the host needs to notice that it is over."""
@@ -308,18 +320,19 @@ class Clock:
             start = now
         if track.collectives:
             seconds = track.slowed(max(start, track.free_from), seconds)
-        if start >= track.free_from and len(streams) < 2:  # `take` for a GPU that is free, without its call
+        if start >= track.free_from and len(streams) < 2 and not track.urgent:  # `take` of a free GPU, without its call
             track.free_from = start + seconds
         else:
-            start = track.take(start, seconds, bool(stream) and stream in track.urgent)
+            start = (track.take_first if stream in track.urgent else track.take)(start, seconds)
         end = start + seconds
         if further:
             end = max(end, self.spend(further, gpu))
             start, track.free_from = end - seconds, max(track.free_from, end)
         streams[stream] = end
         track.note(start, end)
-        if self.timelines:
-            self._record(Span(gpu, stream, start, end, "", name))
+        if self.timelines:  # asked first: a loop over none takes longer
+            for timeline in self.timelines:
+                timeline.add(Span(gpu, stream, start, end, "", name))
 
     def occupy(
         self, gpu: int, lane: int | str, start: float, end: float, kind: SpanKind, name: str, kernel: bool,
@@ -333,8 +346,8 @@ class Clock:
         self.issued += 1
         if kernel:
             track.note(start, end)
-        if self.timelines and end > start:
-            self._record(Span(gpu, lane, start, end, kind, name, sent))
+        for timeline in self.timelines if end > start else ():
+            timeline.add(Span(gpu, lane, start, end, kind, name, sent))
 
     def ready(self, gpu: int, lane: int | str) -> float:
         """When a stream or engine has done what was issued to it."""
@@ -353,9 +366,3 @@ class Clock:
     def done(self, gpu: int) -> float:
         """When all streams of a GPU are through."""
         return self.tracks[gpu].done
-
-    # ---- timelines ----
-
-    def _record(self, span: Span) -> None:
-        for timeline in self.timelines:
-            timeline.add(span)

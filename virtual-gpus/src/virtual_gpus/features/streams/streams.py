@@ -129,7 +129,7 @@ class ExternalStream(Stream):
 
 
 class _Streams(threading.local):
-    """Of a GPU: this thread's stream (None: the default one), its changes (see `_note`), and what all threads made."""
+    """Of a GPU: this thread's stream (None: the default one), its changes (`make_current`), and what all made."""
 
     stream: Stream | None = None
 
@@ -231,12 +231,6 @@ def set_stream(stream: Stream | None) -> None:
         gpu.machine.current = stream.device_index
 
 
-def make_current(gpu: VirtualGPU, stream: Stream) -> None:
-    """Make `stream` this thread's stream on `gpu`."""
-    _streams.of(gpu).stream, gpu.stream_of_thread.value = stream if stream.stream_id else None, stream.stream_id
-    _note(gpu)
-
-
 def _cuda_setStream(stream_id: int, device_index: int, device_type: int = _CUDA) -> None:
     """`set_stream` by the numbers of a stream."""
     set_stream(Stream(device_index, stream_id=stream_id))
@@ -261,9 +255,10 @@ _next_number = torch._C._autograd._get_sequence_nr
 _KEPT = 4096  # changes per GPU: older nodes belong to the default stream
 
 
-def _note(gpu: VirtualGPU) -> None:
-    """Note the next node's number, and the stream from then on (None: the default one)."""
+def make_current(gpu: VirtualGPU, stream: Stream) -> None:
+    """Make `stream` this thread's stream on `gpu`, and note it with the next node's number (None: the default one)."""
     current, number = _streams.of(gpu), _next_number()
+    current.stream, gpu.stream_of_thread.value = stream if stream.stream_id else None, stream.stream_id
     changes = current.changes
     if changes and changes[-1][0] == number:
         changes.pop()  # no node was made meanwhile
