@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from virtual_gpus import record_timeline, virtual_gpus
 from virtual_gpus.features.compile import compiler
+from virtual_gpus.gpus import spec
 
 LINE = "virtual GPUs: torch.compile compiles nothing for a GPU; the program runs as it is\n"
 COMPILE = {
@@ -133,3 +134,29 @@ def test_a_compiled_module_s_operators_are_fused_if_one_asks_for_it():
         assert step_seconds(lambda net, off=off: torch.compile(net, **off), compile="modelled") == eager
     with pytest.raises(ValueError, match='compile must be "eager" or "modelled", not \'fast\''):
         virtual_gpus(1, compile="fast")
+
+
+def passes(function, *args) -> float:
+    """How often the kernels of a call move 256 MiB, to one decimal."""
+    with record_timeline() as timeline:
+        function(*args)
+        torch.cuda.synchronize()
+    return round(timeline.busy_seconds(0) / spec("H200").seconds_to_move(2**28), 1)
+
+
+def test_what_leaves_compiled_code_is_written_once_and_eager_code_stays_eager():
+    chain = lambda a: ((a * 2).relu() - 1).sigmoid()  # noqa: E731
+    with virtual_gpus(2, kind="H200", compile="modelled", shapes_only=True):
+        x, w = (torch.empty(8192, 8192, device="cuda", requires_grad=trains) for trains in (False, True))
+        eager, gradient = chain(w), torch.empty_like(w)
+        before = passes(eager.backward, gradient)
+        functions = (lambda a: [a * 2], lambda a: torch.zeros_like(a) + 1, lambda a: a[:4096].mul_(2))
+        assert [passes(torch.compile(function), x) for function in functions] == [2, 1, 1]
+        changes, sends = (torch.compile(f) for f in (lambda a: a.mul_(2), lambda a: (a * 2).to("cuda:1").sum()))
+        assert passes(changes, x) == passes(changes, x) == 2 == passes(sends, x)
+        result, w.grad = torch.compile(chain)(w), None
+        assert passes(result.backward, gradient) == 3  # reads the gradient and the result, writes the other gradient
+        eager, after = chain(w), torch.compile(chain)(w)
+        w.grad = None
+        assert passes(eager.backward, gradient) == before
+        assert passes(after.backward, gradient) == pytest.approx(3 + 3, abs=0.1)  # added to the gradient that is there

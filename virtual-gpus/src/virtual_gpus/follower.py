@@ -23,8 +23,8 @@ class Charger(Generic[GPU]):
         """Charge an operator, or leave it (False). call: an `OpCall`. result: what it returned."""
         return False
 
-    def before(self, gpu: GPU, tensors: Tensors) -> None:
-        """An operator that it left is about to be charged. tensors: what it reads."""
+    def before(self, gpu: GPU, tensors: Tensors, is_fusible: bool = False) -> None:
+        """An operator that it left is about to be charged. tensors: what it reads. is_fusible: see `OperatorClass`."""
 
 
 class Follower(Generic[GPU]):

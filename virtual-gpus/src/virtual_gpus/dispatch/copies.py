@@ -158,6 +158,8 @@ def charge_copy(name: str, source: Tensor, target: Tensor, blocking: bool) -> No
         return
     passes = [*plan.at_target, nbytes(target)] if here is None else [nbytes(source), *plan.at_source]
     if here is not None:
+        if here.machine.charger is not None:
+            here.machine.charger.before(here, [source], is_fusible=here is there)
         await_tensors(here, [source])
     with storages.scratch(gpu, *(plan.at_target if here is None else plan.at_source)):
         if here is None:

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from virtual_gpus.features.compile.fusion import Fusion, runs_compiled
+from virtual_gpus.features.compile.fusion import fused
 from virtual_gpus.machine import active
 from virtual_gpus.patches.table import Patch
 
@@ -76,15 +76,10 @@ def _fused(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
-        machine, before = active(), runs_compiled.value
+        machine = active()
         if machine is None or machine.settings.compile != "modelled":
             return function(*args, **kwargs)
-        machine.charger = machine.charger or Fusion()
-        runs_compiled.value = True
-        try:
-            return function(*args, **kwargs)
-        finally:
-            runs_compiled.value = before
+        return fused(function, machine)(*args, **kwargs)
 
     return run
 

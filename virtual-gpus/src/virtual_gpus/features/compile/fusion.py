@@ -1,27 +1,46 @@
 """`compile="modelled"`: the modelled time of what torch.compile fuses. Numbers and memory stay those of the program.
 
-In compiled code and in backward passes, all operators are fused except matrix multiplications, convolutions, attention,
-optimizers, and FSDP's copies. A fused operator takes the time to read its arguments. Its result is neither written nor
-read again until an operator that is not fused needs it, and is then written once. Views cost nothing.
+In compiled code and in its backward pass, all operators are fused except matrix multiplications, convolutions,
+attention, optimizers, writing by index, and FSDP's copies. A fused operator takes the time to read its arguments. Its
+result is neither written nor read again until something that is not fused needs it, such as a collective or a copy to
+another device, and is then written once. Views cost nothing. Copies within a GPU, casts among them, cost what they do
+in eager code.
+
+What leaves the compiled code is written once too, as Inductor writes every output of a graph and every input that it
+changes (`GraphLowering.output` in torch/_inductor/graph.py): when the function returns, its results and what it changed
+of older tensors, and at the end of a backward pass, the gradients that are still there. What autograd alone keeps of
+the forward pass is not written: the backward pass computes it again (torch/_functorch/partitioners.py).
+
+Eager code keeps its eager backward pass. A node of autograd belongs to compiled code if its number is one of those
+that its thread gave while a compiled function ran. The node that adds a gradient to a leaf's belongs to none.
 """
 
 from __future__ import annotations
 
+import threading
 import weakref
-from collections.abc import Iterable
-from typing import Any
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
+from torch.utils._pytree import tree_leaves
 
-from virtual_gpus.dispatch.operators import OpCall
+from virtual_gpus.dispatch.operators import OpCall, row_of
 from virtual_gpus.dispatch.timing import await_tensors
 from virtual_gpus.follower import Charger
-from virtual_gpus.machine import VirtualGPU
-from virtual_gpus.placement.storages import allocation_of, nbytes, tensors_in
+from virtual_gpus.machine import VirtualGPU, VirtualMachine
+from virtual_gpus.placement.storages import StorageAllocation, allocation_of, nbytes, tensors_in
 from virtual_gpus.settings import Settings
-from virtual_gpus.threads import OfEachThread, this_thread
+from virtual_gpus.threads import this_thread
 
-runs_compiled = OfEachThread(False)  # while a function runs that torch.compile gave back, with `compile="modelled"`
+_next_number = torch._C._autograd._get_sequence_nr
+_current_node, _current_pass = torch._C._current_autograd_node, torch._C._current_graph_task_id
+_queue_callback = torch.autograd.Variable._execution_engine.queue_callback
+_OF_A_LEAF = 2**64 - 1  # the number of every node that adds to a leaf's gradient (torch/csrc/autograd/function.h)
+_MOST = 65536  # calls whose nodes are told from eager ones
 
 
 def check_settings(settings: Settings) -> None:
@@ -30,38 +49,157 @@ def check_settings(settings: Settings) -> None:
         raise ValueError(f'compile must be "eager" or "modelled", not {settings.compile!r}.')
 
 
+class _CompiledCall:
+    """A call of a compiled function. made: what it allocated; changed: what was there before, and it wrote on."""
+
+    def __init__(self) -> None:
+        self.in_backward = this_thread.in_backward  # then a pass computes it again; else a pass within it is its own
+        self.made, self.changed = weakref.WeakSet[StorageAllocation](), weakref.WeakSet[StorageAllocation]()
+
+
+class _Unwritten(NamedTuple):
+    """Bytes that fused operators have still to write. owner: the call that made them, or the backward pass's number."""
+
+    nbytes: int
+    owner: _CompiledCall | int
+
+
+class _OfThread(threading.local):
+    """The outermost call that runs in a thread, and which numbers its calls gave to nodes of autograd, in order."""
+
+    def __init__(self) -> None:
+        self.call: _CompiledCall | None = None
+        self.first, self.past = list[int](), list[int]()
+
+
 class Fusion(Charger[VirtualGPU]):
     """The results of fused operators that nothing has written yet. One per machine, once it runs compiled code."""
 
     def __init__(self) -> None:
-        self._unwritten: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # allocations, by id
+        self._unwritten: weakref.WeakKeyDictionary[StorageAllocation, _Unwritten] = weakref.WeakKeyDictionary()
+        self._of_thread, self._last_pass = _OfThread(), -1
+
+    def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call a compiled function, whose operators are fused, and charge the writing of what it leaves behind."""
+        state, outer = self._of_thread, self._of_thread.call
+        if outer is not None and outer.in_backward == this_thread.in_backward:  # one compiled function in another
+            return function(*args, **kwargs)
+        state.call = call = _CompiledCall()
+        if outer is None:
+            del state.first[:-_MOST], state.past[:-_MOST]
+            state.first.append(_next_number())
+            state.past.append(_OF_A_LEAF)
+        try:
+            result = function(*args, **kwargs)
+        finally:
+            state.call = outer
+            if outer is None:
+                state.past[-1] = _next_number()
+        results = (allocation_of(leaf) for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor))
+        self._write([*call.changed, *results])
+        return result
 
     def takes(self, call: OpCall, result: object) -> bool:
         """Charge an operator if it is fused."""
-        if not (runs_compiled.value or this_thread.in_backward):
+        owner = self._owner()
+        if owner is None:
             return False
-        if call.op.is_view or not call.op.row.cost.is_fusible:
-            return call.op.is_view
-        self._charge(call.gpu, call.op.base, call.tensors, unwritten=False)
-        for allocation in filter(None, map(allocation_of, tensors_in(result))):
-            self._unwritten[id(allocation)] = allocation
+        if call.op.is_view:
+            return True
+        given, cost = set(map(allocation_of, call.tensors)), call.op.row.cost
+        filled = [tensor for name, tensor in call.named_tensors() if name in call.op.filled]
+        written = {allocation_of(tensor): nbytes(tensor) for tensor in tensors_in(result) or filled}
+        if isinstance(owner, _CompiledCall):
+            owner.made.update(allocation for allocation in written if allocation not in given and allocation)
+        if not cost.is_fusible:
+            return False
+        reads: list[torch.Tensor] = [] if cost is row_of("zeros").cost else call.tensors
+        if call.op.outputs:  # which it does not read
+            reads = [tensor for tensor in reads if not any(tensor is target for target in filled)]
+        self._read(call.gpu, call.op.base, reads, owner)
+        for allocation, size in written.items():
+            if allocation is not None:
+                before = self._unwritten.get(allocation)
+                size = min(allocation.nbytes, size + (before.nbytes if before and allocation in given else 0))
+                self._unwritten[allocation] = _Unwritten(size, owner)
+                if isinstance(owner, _CompiledCall) and allocation in given and allocation not in owner.made:
+                    owner.changed.add(allocation)
         return True
 
-    def before(self, gpu: VirtualGPU, tensors: Iterable[torch.Tensor]) -> None:
-        """Charge the writing of what an operator that is not fused reads, if it is not written yet."""
-        self._charge(gpu, "fused", tensors, unwritten=True)
+    def before(self, gpu: VirtualGPU, tensors: Iterable[torch.Tensor], is_fusible: bool = False) -> None:
+        """Charge the writing of what an operator that is not fused reads, if it is not written yet.
 
-    def _charge(self, gpu: VirtualGPU, name: str, tensors: Iterable[torch.Tensor], unwritten: bool) -> None:
-        tensors, sizes = list(tensors), dict[int, int]()  # by the id of the allocation
+        is_fusible: in compiled code it is part of a fused kernel, as a cast is, though it costs what it does in eager.
+        """
+        if self._unwritten and not (is_fusible and self._owner() is not None):
+            self._write(map(allocation_of, tensors))
+
+    def _owner(self) -> _CompiledCall | int | None:
+        """Whose the operator is that runs now: a compiled call's, a backward pass's through one, or eager code's."""
+        state = self._of_thread
+        if not this_thread.in_backward or (state.call is not None and state.call.in_backward):
+            return state.call
+        node = _current_node() if state.first else None
+        if node is None:
+            return None
+        number = node._sequence_nr()
+        index = bisect_right(state.first, number) - 1
+        if index < 0 or number >= state.past[index]:
+            return None
+        running = _current_pass()
+        if running != self._last_pass:
+            self._last_pass = running
+            _queue_callback(partial(self._end_pass, running))
+        if torch.is_grad_enabled() and state.call is None:  # a checkpoint's: it may start a pass through what it makes
+            self._add_last_node(state)
+        return running
+
+    def _add_last_node(self, state: _OfThread) -> None:
+        """The newest node belongs to compiled code, as the one that runs."""
+        number = _next_number() - 1
+        if number >= state.past[-1]:
+            if number > state.past[-1]:
+                state.first.append(number)
+                state.past.append(number)
+            state.past[-1] = number + 1
+
+    def _end_pass(self, number: int) -> None:
+        """Charge the writing of the gradients that a backward pass leaves."""
+        self._write([allocation for allocation, part in list(self._unwritten.items()) if part.owner == number])
+
+    def _read(self, gpu: VirtualGPU, name: str, tensors: list[torch.Tensor], owner: _CompiledCall | int) -> None:
+        """Charge a fused operator the reading of its arguments, but for what is fused with it."""
+        sizes: dict[StorageAllocation, int] = {}
         for tensor in tensors:
-            key = id(allocation_of(tensor))
-            if (key in self._unwritten) == unwritten:
-                sizes[key] = nbytes(tensor)
-        clock = gpu.machine.clock
+            allocation = allocation_of(tensor)
+            if allocation is None:
+                continue
+            part, size = self._unwritten.get(allocation), nbytes(tensor)
+            if part is not None and (part.owner is owner or not isinstance(owner, _CompiledCall)):
+                size = max(0, min(size, allocation.nbytes) - part.nbytes)  # the rest, if it changed a part only
+            elif part is not None:  # another call left it to the program, and not as a result
+                self._write([allocation])
+            sizes[allocation] = max(size, sizes.get(allocation, 0))
         await_tensors(gpu, tensors)
-        seconds = gpu.spec.seconds_to_move(sum(sizes.values()))
+        seconds, clock = gpu.spec.seconds_to_move(sum(sizes.values())), gpu.machine.clock
         if seconds:
-            clock.launch(gpu.slot, gpu.stream, seconds, 0.0 if unwritten else clock.host.kernel, name)
-        if unwritten:
-            for key in sizes:
-                del self._unwritten[key]
+            clock.launch(gpu.slot, gpu.stream, seconds, clock.host.kernel, name)
+
+    def _write(self, allocations: Iterable[StorageAllocation | None]) -> None:
+        """Charge the writing of what is not written yet, which the kernel does that computes it."""
+        sizes = Counter[VirtualGPU]()
+        for allocation in allocations:
+            part = self._unwritten.pop(allocation, None) if allocation is not None else None
+            if part is not None and allocation is not None:
+                sizes[allocation.gpu] += part.nbytes
+        for gpu, size in sizes.items():
+            seconds = gpu.spec.seconds_to_move(size)
+            gpu.machine.clock.launch(gpu.slot, gpu.stream, seconds, 0.0, "fused")
+
+
+def fused(function: Callable[..., Any], machine: VirtualMachine) -> Callable[..., Any]:
+    """`function` as a compiled one: its operators on the GPUs of `machine` are fused."""
+    charger = machine.charger
+    if not isinstance(charger, Fusion):
+        charger = machine.charger = Fusion()
+    return partial(charger.run, function)

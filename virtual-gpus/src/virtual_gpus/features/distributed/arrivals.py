@@ -40,10 +40,12 @@ def lane_of(group: torch.distributed.ProcessGroup, kind: str) -> Lane:
     return Lane(kind, row_of(group, kind), queue, (whole, queue) if kind in parts else (whole, *parts.values()))
 
 
-def begins(gpu: VirtualGPU, lane: Lane, tensors: Iterable[torch.Tensor]) -> float:
+def begins(gpu: VirtualGPU, lane: Lane, tensors: Sequence[torch.Tensor]) -> float:
     """When this GPU could begin: the host has issued it, and what came before on its stream, in its queue and on its
     tensors is done."""
     clock = gpu.machine.clock
+    if gpu.machine.charger is not None:
+        gpu.machine.charger.before(gpu, tensors)
     now = clock.spend(clock.host.operator, gpu.slot)
     arrivals = clock.tracks[gpu.slot].arrivals(map(allocation_of, tensors))
     known = [arrival.time() for arrival in arrivals if arrival.known]

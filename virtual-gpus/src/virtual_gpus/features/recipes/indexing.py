@@ -151,7 +151,7 @@ def _writes(nbytes: Bytes, *arguments: str) -> OperatorClass:
         is_there = operation.in_place or operation.arguments.get("accumulate", False)
         return nbytes(operation) + (0 if is_there else 2 * operation.inputs[0].nbytes)
 
-    return moves("rows_added", moved)._replace(arguments=arguments)
+    return moves("rows_added", moved, is_fusible=False)._replace(arguments=arguments)
 
 
 def _put_bytes(operation: Operation) -> int:
