@@ -74,6 +74,45 @@ def test_rows_that_are_added_up_are_sorted_first(gpu):
     assert 20 * kernel < added - put < 30 * kernel
 
 
+def test_indices_statistics_and_norms_of_chunks_are_cudas_own(gpu):
+    """TensorAdvancedIndexingUtils.h, Normalization.cu, cudnn/BatchNorm.cpp, EmbeddingBag.cu and ForeachReduceOp.cu."""
+    y, values, here = torch.zeros(1 << 16, device=gpu), torch.ones(1 << 16, device=gpu), torch.arange(1 << 16)
+    there, size = here.to(gpu), y.nbytes
+    for index, copies in ((here, [2 * size]), (there, []), (there.int(), [2 * size]), (here.int(), [2 * size])):
+        assert sizes_of(lambda i=index: y[i]) == [*copies, size]
+        assert sizes_of(lambda i=index: y.index_put_((i,), values)) == copies
+    for shape, kind, kept in (
+        ((8, 4096), torch.half, 16),
+        ((8, 4096), torch.float, 16),
+        ((2, 4096, 2, 2), torch.float, 0),
+    ):
+        norm, x = nn.BatchNorm1d(4096) if len(shape) == 2 else nn.BatchNorm2d(4096), torch.ones(shape).to(gpu, kind)
+        assert sizes_of(partial(norm.to(gpu, kind).eval(), x)) == [x.nbytes, *[kept * 1024] * (2 if kept else 0)]
+    table, offsets = torch.zeros(100, 64, device=gpu), there[: 1 << 14] * 4
+    for mode, largest in (("sum", 0), ("mean", 0), ("max", 8)):
+        taken = sizes_of(lambda m=mode: F.embedding_bag(there % 100, table, offsets, mode=m))
+        assert taken[-3 - (largest > 0) :] == [8 << 14, 8 << 16, 256 << 14, *[512 << 14] * (largest > 0)]
+    wide = [torch.zeros(1 << 20, dtype=torch.half, device=gpu) for _ in range(64)]
+    assert sizes_of(lambda: torch._foreach_norm(wide)) == [64 * 16 * 4, *[512] * 64]
+    assert sizes_of(lambda: torch._foreach_norm(wide, 3)) == [512] * 64
+
+
+def test_lengths_of_a_ctc_loss_may_be_on_the_cpu():
+    def loss(device, where, **options):
+        torch.manual_seed(0)
+        scores, targets = torch.randn(50, 4, 20).to(device).requires_grad_(), torch.ones(4, 10).long().to(device)
+        lengths = [torch.full((4,), number, device=where) for number in (50, 10)]
+        result = F.ctc_loss(scores.log_softmax(2), targets, *lengths, **options)
+        return result, *torch.autograd.grad(result.sum(), scores)
+
+    with virtual_gpus(1):
+        for where, reduction in product(("cpu", "cuda"), ("none", "sum", "mean")):
+            for one, other in zip(
+                *(loss(*on, reduction=reduction) for on in (("cpu", "cpu"), ("cuda", where))), strict=True
+            ):
+                same(one, other)
+
+
 def test_only_matrices_that_cublas_cannot_read_are_copied():
     matrix = torch.empty(6, 8, device="meta")
     for readable in (matrix, matrix.t(), matrix[:, :4], matrix[::2], matrix.t()[2:], torch.empty(3, 4, 5).mT):

@@ -3,6 +3,7 @@
 import gc
 import os
 import traceback
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from interrupts import interrupted_at_call
 from torch import nn
 from virtual_gpus import active_machine, virtual_gpus
 from virtual_gpus.dispatch import timing
+from virtual_gpus.dispatch.operators import OpCall
 
 pytestmark = pytest.mark.usefixtures("workspaces_given_back")
 
@@ -82,6 +84,14 @@ def test_ctrl_c_while_switching_on_and_off():
         interrupted_at_call(n, gpus.start)
         gpus.stop()
         assert snapshots.differences(before) == [], n
+
+
+def test_what_cannot_fit_on_the_gpu_is_not_computed_first(monkeypatch):
+    monkeypatch.setattr(OpCall, "compute", None)
+    with virtual_gpus(1, memory="2 GiB"):
+        for make in (partial(torch.eye, 40_000), partial(torch.arange, 0, 1e9), partial(torch.randperm, 1 << 30)):
+            with pytest.raises(torch.OutOfMemoryError, match="Tried to allocate"):
+                make(device="cuda")
 
 
 def test_a_failed_backward_leaves_no_gradients_waiting():

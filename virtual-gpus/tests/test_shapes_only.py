@@ -4,12 +4,17 @@ import math
 import pickle
 import warnings
 import weakref
+from contextlib import suppress
+from functools import partial
+from itertools import product
 
 import pytest
 import torch
+from measuring import bytes_of
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from virtual_gpus import virtual_gpus
+from virtual_gpus.dispatch.operators import operator
 
 
 def test_what_needs_values_says_so_and_cpu_tensors_keep_theirs(tmp_path):
@@ -35,6 +40,46 @@ def test_what_needs_values_says_so_and_cpu_tensors_keep_theirs(tmp_path):
         assert (x + torch.tensor(1.0)).device.index == 0
         with pytest.raises(RuntimeError, match="found at least two devices, cuda:0 and cuda:1"):
             x + torch.ones(4, 2, device="cuda:1")
+
+
+# A range, a group of channels and a norm of a tensor are not guessed; others have no meta kernel, or are of exports.
+LEFT_OUT = ("_functional_sym", "channel_shuffle", "native_channel_shuffle", "_weight_norm_interface", "mish_backward",
+            "_batch_norm_no_update", "_native_batch_norm_legit_no")  # fmt: skip
+SHAPE = (4, 8, 16, 16)
+OF_CHANNELS = {"weight", "bias", "running_mean", "running_var", "save_mean", "save_invstd"}
+
+
+def argument(given, dtype):
+    """Something that most operators take in its place."""
+    shape = SHAPE[1:2] if given.name in OF_CHANNELS else SHAPE
+    kinds = {"Tensor": lambda: torch.ones(shape, dtype=dtype, device="cuda"), "bool": lambda: True,
+             "int": lambda: dtype if "dtype" in given.name else 1, "number": lambda: 2, "float": lambda: 0.5,
+             "str": lambda: "sum", "List[int]": lambda: SHAPE if given.name == "size" else [1]}  # fmt: skip
+    kind = str(given.type).replace("Optional[Tensor]", "Tensor").replace("Optional[bool]", "bool")
+    return None if kind.startswith("Optional") else kinds[kind]()
+
+
+def bytes_of_operators(shapes_only):
+    """(allocated, peak) of each ATen operator that takes what is guessed."""
+    taken, names = {}, [name for name in torch._C._dispatch_get_all_op_names() if name.startswith("aten::")]
+    with virtual_gpus(1, kind="H200", shapes_only=shapes_only):
+        for full, dtype in product(sorted(names), (torch.float32, torch.float16)):
+            name, _, overload = full.removeprefix("aten::").partition(".")
+            func = getattr(getattr(torch.ops.aten, name, None), overload or "default", None)
+            if func is None or operator(func).is_composite or name.startswith(LEFT_OUT):
+                continue
+            needed = [a for a in func._schema.arguments if not a.has_default_value() and not a.kwarg_only]
+            with suppress(RuntimeError, TypeError, ValueError, AttributeError, LookupError, AssertionError):
+                given = [argument(a, dtype) for a in needed]
+                taken[full, dtype] = bytes_of(partial(func, *given))[1:]
+    return taken
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_operators_take_the_same_bytes_with_and_without_values():
+    values, shapes = map(bytes_of_operators, (False, True))
+    both = values.keys() & shapes.keys()
+    assert len(both) > 1000 and {key: (values[key], shapes[key]) for key in both if values[key] != shapes[key]} == {}
 
 
 class Quantized(nn.Parameter):  # as those of bitsandbytes, which quantize themselves on their way to a GPU

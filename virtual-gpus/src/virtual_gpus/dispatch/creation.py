@@ -76,9 +76,11 @@ def _allocation_before_filling(call: OpCall) -> StorageAllocation | None:
 
     Only worth it for large tensors, and only factories without inputs can be asked cheaply (on the meta device).
     """
-    size = call.args[0] if call.args else ()
-    elements = prod(size) if isinstance(size, (list, tuple)) else size
-    if not isinstance(elements, int) or elements < _LARGE:
+    elements = 1  # at most, of all numbers that are given
+    for value in call.args * (2 if call.op.name == "eye" else 1):
+        number = prod(value) if isinstance(value, (list, tuple)) else value
+        elements *= max(1, abs(number)) if isinstance(number, (int, float)) else 1
+    if elements < _LARGE:
         return None
     without = {k: v for k, v in call.kwargs.items() if k != "generator"}
     sized = call.func(*call.args, **{**without, "device": _META})

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import sys
-from math import ceil, prod
+from math import ceil, inf, prod
+from typing import Any
 
 import torch
 from torch.utils._foreach_utils import Indices, TensorListList
 
+from virtual_gpus.arithmetic import ceil_div
 from virtual_gpus.clock.cost import FITTED, OperatorClass, bytes_of
 from virtual_gpus.clock.work import Cost, Operation, added_on_host
-from virtual_gpus.dispatch.operators import Row
+from virtual_gpus.dispatch.operators import OpCall, Row
 from virtual_gpus.patches.table import Patch
 from virtual_gpus.placement.storages import device_of
 
@@ -46,7 +48,18 @@ def _lists(operation: Operation) -> Cost:
     return Cost(kernels * operation.kernel + seconds, kernels, _TENSOR * sum(operation.lists))
 
 
-OPERATORS = dict.fromkeys(("_foreach_*", "_fused_*"), Row(OperatorClass(_lists, False, arguments=("grad_scale",))))
+def norms(call: OpCall) -> Any:
+    """A partial norm of each chunk, for each tensor as many as the largest has, then the norms (ForeachReduceOp.cu)."""
+    tensors, dtype = call["self"], call["dtype"] or call["self"][0].dtype
+    if not (call.on_one_gpu and call["ord"] in (1, 2, inf) and all(part.is_floating_point() for part in tensors)):
+        return call.compute()
+    chunks = ceil_div(max(part.numel() for part in tensors), _CHUNK)
+    with call.scratch(len(tensors) * chunks * max(4, dtype.itemsize)):
+        return call.place(call.compute())
+
+
+_LISTS = OperatorClass(_lists, False, arguments=("grad_scale",))
+OPERATORS = {**dict.fromkeys(("_foreach_*", "_fused_*"), Row(_LISTS)), "_foreach_norm": Row(_LISTS, norms)}
 
 
 def patches() -> list[Patch]:

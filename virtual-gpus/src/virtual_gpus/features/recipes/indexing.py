@@ -19,7 +19,7 @@ from virtual_gpus.dispatch.timing import charge_read, send
 from virtual_gpus.features.recipes import FIGURES, moves, not_deterministic
 from virtual_gpus.features.recipes.packed_inputs import channels_first_copy, packed, packed_copies
 from virtual_gpus.patches.table import Patch
-from virtual_gpus.placement.storages import gpu_of, is_pinned, nbytes
+from virtual_gpus.placement.storages import StorageAllocation, gpu_of, is_pinned, nbytes, put
 from virtual_gpus.threads import seen, this_thread
 
 _INDICES_WALKED = 3072  # by one block of threads; more are sorted
@@ -43,20 +43,43 @@ def embedding_backward(call: OpCall) -> torch.Tensor:
         return call.run(count * size, 8, segments * size, segments * size, 8, partial * size, partial * row)
 
 
+def embedding_bag(call: OpCall) -> tuple[torch.Tensor, ...]:
+    """A size of each bag, a bag of each index, the results, and where the largest were (cuda/EmbeddingBag.cu)."""
+    result = output, bags, sizes, largest = call.compute()
+    size = max(call["indices"].itemsize, call["offsets"].itemsize)
+    put(sizes, StorageAllocation(call.gpu, call["offsets"].numel() * size))
+    put(bags, StorageAllocation(call.gpu, call["indices"].numel() * size))
+    call.place(output)
+    put(largest, StorageAllocation(call.gpu, output.numel() * size * (call["mode"] == _MAX)))
+    return result
+
+
 def _sort(call: OpCall, count: int, size: int) -> None:
     """cub's radix sort of keys and values: the positions to sort along, and second copies of both."""
     with call.scratch(count * size, 2 * count * size):
         pass
 
 
+def _copies(call: OpCall) -> list[int]:
+    """Bytes of the int64 indices that CUDA makes of those of the CPU, and of int32 (TensorAdvancedIndexingUtils.h)."""
+    given = [index for index in call["indices"] if index is not None and not _is_mask(index)]
+    return [8 * index.numel() for index in given if index.dtype != torch.int64 or gpu_of(index) is None]
+
+
+def index(call: OpCall) -> torch.Tensor:
+    """The copies of indices come before the result."""
+    with call.scratch(*_copies(call)):
+        return call.run()
+
+
 def index_put(call: OpCall) -> torch.Tensor:
     """x[i] += ... with repeated indices sorts them. In a backward pass CUDA writes into the zeros that it is given.
     PyTorch's formula copies them only because a dispatch mode is on: the result takes their block over."""
     if not call["accumulate"]:
-        return call.run()
+        return call.run(*_copies(call))
     count = max((index.numel() for index in call["indices"] if index is not None), default=0)
     in_place = this_thread.in_backward and call.op.base == "index_put"
-    with call.scratch(*[8 * count] * 3, *packed_copies(call, ("values",), channels_first_copy)):
+    with call.scratch(*_copies(call), *[8 * count] * 3, *packed_copies(call, ("values",), channels_first_copy)):
         _sort(call, count, 8)
         return call.run_in_place(call["self"]) if in_place else call.run()
 
@@ -199,7 +222,7 @@ _row = functools.partial(Row, READS_AND_WRITES)
 _indexed = functools.partial(Row, check=make_indices, on_host={"indices"}, mixture=indices_elsewhere,
                              size_is_known=_are_integers)  # fmt: skip
 OPERATORS = {
-    **dict.fromkeys(("index", "_unsafe_index"), _indexed(_TAKES)),
+    **dict.fromkeys(("index", "_unsafe_index"), _indexed(_TAKES, index)),
     **dict.fromkeys(("index_put", "index_put_", "_index_put_impl_", "_unsafe_index_put"), _indexed(_PUTS, index_put)),
     "masked_select": Row(CHARGED_ELSEWHERE, masked_select),
     "index_fill": Row(_FILLS),
@@ -209,7 +232,7 @@ OPERATORS = {
     "embedding": Row(_TAKES, packed("indices"), mixture=embedding_elsewhere),
     "embedding_dense_backward": Row(OperatorClass(_embedding_backward_cost, is_fusible=False), embedding_backward),
     **dict.fromkeys(("index_select", "gather", "take"), Row(_TAKES)),
-    **dict.fromkeys(("_embedding_bag", "_embedding_bag_forward_only"), Row(_BAGS)),
+    **dict.fromkeys(("_embedding_bag", "_embedding_bag_forward_only"), Row(_BAGS, embedding_bag)),
     "index_copy": Row(_COPIES),
     **dict.fromkeys(("index_add", "scatter_add"), Row(_ADDS)),
     **dict.fromkeys(("select_backward", "slice_backward"), Row(_ZEROS_AND_VALUES)),

@@ -5,6 +5,7 @@ alive. Their meta kernels make a small one, so with shapes only the size must be
 from __future__ import annotations
 
 from math import prod
+from typing import Any
 
 import torch
 
@@ -15,9 +16,11 @@ from virtual_gpus.dispatch.operators import OpCall, Row
 from virtual_gpus.features.recipes import FIGURES, not_deterministic
 from virtual_gpus.features.recipes.packed_inputs import channels_first_copy, packed, packed_copies
 from virtual_gpus.features.recipes.reductions import take_buffers
-from virtual_gpus.placement.storages import StorageAllocation, nbytes, put
+from virtual_gpus.patches.table import Patch
+from virtual_gpus.placement.storages import StorageAllocation, gpu_of, nbytes, put
 
 _NO_REDUCTION = 0  # at::Reduction::None
+_BY_A_SCALAR = ("binary_cross_entropy", "soft_margin_loss")
 
 
 def nll_loss_of_images(call: OpCall) -> torch.Tensor | tuple[torch.Tensor, ...]:
@@ -39,14 +42,14 @@ def _nll_cost(operation: Operation) -> Cost:
 
 
 def reduced_in_place(call: OpCall) -> torch.Tensor:
-    """A loss per element, summed up into the same storage by way of a second one."""
+    """A loss per element, summed up into the same storage by way of a second one, or of a scalar."""
     if call["reduction"] == _NO_REDUCTION:
         return call.run()
     result = call.compute()
     shape = torch._C._infer_size(call["self"].shape, call["target"].shape)
     whole = shape.numel() * result.element_size()
     put(result, StorageAllocation(call.gpu, whole))
-    with call.scratch(whole):
+    with call.scratch(result.element_size() if call.op.base in _BY_A_SCALAR else whole):
         take_buffers(call, torch.empty(shape, device="meta", dtype=result.dtype), None, 4)
     return call.place(result)
 
@@ -73,16 +76,31 @@ def with_logits(call: OpCall) -> torch.Tensor:
     return result
 
 
+_raw_ctc_loss: Any = torch.ctc_loss
+
+
+def ctc_loss(log_probs: Any, targets: Any, input_lengths: Any, target_lengths: Any, *args: Any, **kwargs: Any) -> Any:
+    """The host reads the lengths (LossCTC.cpp), but not where C++ sees a dispatch mode, as here."""
+    lengths = [input_lengths, target_lengths]
+    if gpu_of(log_probs) is not None:
+        lengths = [part.reshape(-1).tolist() if isinstance(part, torch.Tensor) else part for part in lengths]
+    return _raw_ctc_loss(log_probs, targets, *lengths, *args, **kwargs)
+
+
 _PICKS = OperatorClass(_nll_cost, arguments=("grad_output",))
 _OF_IMAGES = not_deterministic("nll_loss2d_forward_out_cuda_template", lambda call: call["reduction"] != _NO_REDUCTION)
 OPERATORS = {
     **dict.fromkeys(("nll_loss_forward", "nll_loss_backward"), Row(_PICKS, packed("target"))),
     "nll_loss2d_forward": Row(_PICKS, nll_loss_of_images, _OF_IMAGES),
     "nll_loss2d_backward": Row(_PICKS, nll_loss_of_images),
-    **dict.fromkeys(("mse_loss", "smooth_l1_loss"), Row(READS_AND_WRITES, reduced_in_place)),
+    **dict.fromkeys(("mse_loss", "smooth_l1_loss", *_BY_A_SCALAR), Row(READS_AND_WRITES, reduced_in_place)),
     "huber_loss": Row(READS_AND_WRITES, reduced),
     "log_sigmoid_forward": Row(READS_AND_WRITES, log_sigmoid),
     "binary_cross_entropy_with_logits": Row(READS_AND_WRITES, with_logits),
     "_ctc_loss": Row(READS_AND_WRITES, on_host={"input_lengths", "target_lengths"}),
     "_ctc_loss_backward": Row(READS_AND_WRITES, check=not_deterministic("ctc_loss_backward_gpu")),
 }
+
+
+def patches() -> list[Patch]:
+    return [(torch, "ctc_loss", ctc_loss)]

@@ -5,7 +5,7 @@ channels_last, adds up partial sums in GPU memory (Normalization.cuh)."""
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import lru_cache, partial
 from math import prod
 
 import torch
@@ -16,7 +16,7 @@ from virtual_gpus.clock.work import Cost, Operand, Operation
 from virtual_gpus.dispatch.operators import OpCall, Row
 from virtual_gpus.features.recipes import FIGURES, moves
 from virtual_gpus.features.recipes.packed_inputs import packed_copies
-from virtual_gpus.placement.storages import StorageAllocation, put
+from virtual_gpus.placement.storages import StorageAllocation, gpu_of, put
 
 _MANY_ROWS = 64 * 1024
 # MAX_BLOCK_SIZE, ELEMENTS_PER_THREAD, OPTIMAL_TILE_W, MAX_H_BLOCK of channels-last kernels; the fewest blocks that pay
@@ -25,14 +25,19 @@ _LAST_BLOCK, _ELEMENTS_PER_THREAD, _TILE_WIDTH, _MOST_BLOCKS, _LEAST_BLOCKS = 51
 
 def layer_norm(call: OpCall) -> tuple[torch.Tensor, ...]:
     """Mean and deviation of each row are floats, where the CPU keeps those of half types in half precision."""
+    tensor, rows = call["input"], prod(call["input"].shape[: -len(call["normalized_shape"])])
+    return _with_statistics(call, rows * max(4, tensor.itemsize), *packed_copies(call, ("input",)))
+
+
+def _with_statistics(call: OpCall, nbytes: int, *then: int) -> tuple[torch.Tensor, ...]:
+    """The result, then the statistics, each of so many bytes on CUDA; then `scratch`."""
     result = call.compute()
     call.place(result[0])
     for statistic in result[1:]:
-        if statistic.element_size() < 4:
-            put(statistic, StorageAllocation(call.gpu, statistic.numel() * 4))
-    call.place(result)
-    with call.scratch(*packed_copies(call, ("input",))):
-        return result
+        if gpu_of(statistic) is None:
+            put(statistic, StorageAllocation(call.gpu, nbytes))
+    with call.scratch(*then):
+        return call.place(result)
 
 
 def layer_norm_backward(call: OpCall) -> tuple[torch.Tensor, ...]:
@@ -86,13 +91,16 @@ def batch_norm(call: OpCall) -> tuple[torch.Tensor, ...]:
     training, mask = (call["train"], tuple(call["output_mask"])) if backward else (call["training"], ())
     how = tensor.dtype == torch.bfloat16, torch._C._get_cudnn_enabled(), training, mask
     images = Operand(tensor.shape, tensor.itemsize, tensor.stride())
-    on_cudnn, last, adds = choose(images, 0 if weight is None else weight.itemsize, *how)
+    on_cudnn, last, adds = choose(images, width := 0 if weight is None else weight.itemsize, *how)
+    # In evaluation cuDNN keeps no statistics, PyTorch's kernels do.
+    kept = (training * width if on_cudnn else max(4, tensor.itemsize)) * tensor.shape[1]
+    run = call.run if backward else partial(_with_statistics, call, kept)
     if on_cudnn or not (last and adds):
         with call.scratch(*packed_copies(call, ("grad_out",) if on_cudnn and backward else ())):
-            return call.run()
+            return run()
     grad = call["grad_out"] if backward else tensor
     in_rows = _lies_last(Operand(grad.shape, grad.itemsize, grad.stride()))
-    return call.run(*_partial_sums(tensor, 2 if backward else 4) if in_rows else ())
+    return run(*_partial_sums(tensor, 2 if backward else 4) if in_rows else ())
 
 
 def _partial_sums(tensor: torch.Tensor, per_block: int) -> tuple[int, ...]:
