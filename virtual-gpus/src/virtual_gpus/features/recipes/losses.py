@@ -20,7 +20,6 @@ from virtual_gpus.patches.table import Patch
 from virtual_gpus.placement.storages import StorageAllocation, gpu_of, nbytes, put
 
 _NO_REDUCTION = 0  # at::Reduction::None
-_BY_A_SCALAR = ("binary_cross_entropy", "soft_margin_loss")
 
 
 def nll_loss_of_images(call: OpCall) -> torch.Tensor | tuple[torch.Tensor, ...]:
@@ -49,7 +48,7 @@ def reduced_in_place(call: OpCall) -> torch.Tensor:
     shape = torch._C._infer_size(call["self"].shape, call["target"].shape)
     whole = shape.numel() * result.element_size()
     put(result, StorageAllocation(call.gpu, whole))
-    with call.scratch(result.element_size() if call.op.base in _BY_A_SCALAR else whole):
+    with call.scratch(whole if call.op.base in ("mse_loss", "smooth_l1_loss") else result.element_size()):
         take_buffers(call, torch.empty(shape, device="meta", dtype=result.dtype), None, 4)
     return call.place(result)
 
@@ -93,13 +92,14 @@ OPERATORS = {
     **dict.fromkeys(("nll_loss_forward", "nll_loss_backward"), Row(_PICKS, packed("target"))),
     "nll_loss2d_forward": Row(_PICKS, nll_loss_of_images, _OF_IMAGES),
     "nll_loss2d_backward": Row(_PICKS, nll_loss_of_images),
-    **dict.fromkeys(("mse_loss", "smooth_l1_loss", *_BY_A_SCALAR), Row(READS_AND_WRITES, reduced_in_place)),
+    **dict.fromkeys(("mse_loss", "smooth_l1_loss", "binary_cross_entropy", "soft_margin_loss"),
+                    Row(READS_AND_WRITES, reduced_in_place)),
     "huber_loss": Row(READS_AND_WRITES, reduced),
     "log_sigmoid_forward": Row(READS_AND_WRITES, log_sigmoid),
     "binary_cross_entropy_with_logits": Row(READS_AND_WRITES, with_logits),
     "_ctc_loss": Row(READS_AND_WRITES, on_host={"input_lengths", "target_lengths"}),
     "_ctc_loss_backward": Row(READS_AND_WRITES, check=not_deterministic("ctc_loss_backward_gpu")),
-}
+}  # fmt: skip
 
 
 def patches() -> list[Patch]:

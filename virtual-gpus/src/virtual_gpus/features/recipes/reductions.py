@@ -87,12 +87,10 @@ def _of_halves(func: torch._ops.OpOverload) -> Callable[..., torch.Tensor]:
     """What computes floats of halves, and gradients of halves from those of floats, which the CPU's kernels refuse."""
 
     def run(tensor: torch.Tensor, *others: Any, **out: torch.Tensor) -> torch.Tensor:
-        *rest, last = others  # `half_to_float` or `input_dtype`
-        if last is True:
-            return func._op(tensor.float(), *rest, False)
-        if last is torch.float16 and tensor.dtype is torch.float32:
-            return func._op(tensor, *rest, tensor.dtype).half()
-        return func._op(tensor, *others, **out)
+        if others[-1] is True:  # `half_to_float`
+            return func._op(tensor.float(), *others[:-1], False)
+        narrows = others[-1] is torch.float16 and tensor.dtype is torch.float32  # `input_dtype`
+        return func._op(tensor, *others[:-1], tensor.dtype).half() if narrows else func._op(tensor, *others, **out)
 
     return run
 
@@ -130,8 +128,8 @@ _packed = partial(packed, copy_of=channels_first_copy)
 _MEDIAN = not_deterministic("median CUDA with indices output", lambda call: len(call.func._schema.returns) == 2)
 _BINCOUNT = not_deterministic("_bincount_cuda", lambda call: call["weights"] is not None)
 _HISTC = not_deterministic("_histc_cuda with floating point input", lambda call: call["self"].is_floating_point())
-_PAIR, _OWNERS = ("softmax", "log_softmax"), (torch, torch.Tensor, torch.special)
-_PATCHES: list[Patch] = [(owner, name, one_kernel(owner, name)) for owner in _OWNERS for name in _PAIR]
+_PAIRS = [(owner, name) for owner in (torch, torch.Tensor, torch.special) for name in ("softmax", "log_softmax")]
+_PATCHES: list[Patch] = [(*pair, one_kernel(*pair)) for pair in _PAIRS]
 _REDUCES, _SORTS, _BACK = OperatorClass(_reduction_cost), moves("sort"), moves("softmax_backward")
 OPERATORS = {
     **dict.fromkeys(("sum", "mean", "nansum", "prod", "linalg_vector_norm", "norm"), Row(_REDUCES, reduction)),
