@@ -321,10 +321,10 @@ class Clock:
         if track.collectives:
             seconds = track.slowed(max(start, track.free_from), seconds)
         if start >= track.free_from and len(streams) < 2 and not track.urgent:  # `take` of a free GPU, without its call
-            track.free_from = start + seconds
+            track.free_from = end = start + seconds
         else:
             start = (track.take_first if stream in track.urgent else track.take)(start, seconds)
-        end = start + seconds
+            end = start + seconds
         if further:
             end = max(end, self.spend(further, gpu))
             start, track.free_from = end - seconds, max(track.free_from, end)
