@@ -21,11 +21,7 @@ timeline:
 A job of a thousand GPUs can be asked whether it fits, and how long a step would be, by running one of its ranks: see
 `help("virtual_gpus.features.distributed.one_rank")` and `record_training`.
 
-`python -m benchmarks.clock` compares the clock with a real H200. The modelled kernels of nine training steps take 1 to
-10 % less time than the real ones (median 2 %). The wall times are within 24 % (median 17 %). Each of 119 timings of
-single operators and copies is within 30 %. The constants of the clock were fitted to these same measurements, so expect
-larger errors for other networks and other GPUs. The files in `virtual_gpus/figures` say which constants were fitted
-and which are estimates.
+Numbers of the models are fitted to a real H200, or estimates: docs/accuracy.md of the source says how close they come.
 
 Known limits
 ------------
