@@ -12,14 +12,13 @@ from __future__ import annotations
 
 import argparse
 import builtins
-import contextlib
 import importlib.util
 import io
 import os
 import runpy
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from virtual_gpus.collector import passing_over_torch
 
@@ -97,8 +96,13 @@ def main(arguments: list[str] | None = None) -> None:
         plan.run(lambda: _run(options), options)
     if options.measures:
         return measure.write_list(lambda: _run(options), machine, options.out)
-    with contextlib.nullcontext() if options.rank is None else _reporting(options):
-        _run(options)
+    if options.rank is None:
+        return _run(options)
+    try:
+        with record_training() as recorded:
+            _run(options)
+    finally:
+        print(recorded.report(tokens=options.tokens, samples=options.samples), flush=True)
 
 
 def _stay_on_this_machine() -> None:
@@ -107,16 +111,6 @@ def _stay_on_this_machine() -> None:
         from virtual_gpus.testing.child import interface  # here, because only ranks need it
 
         os.environ.update(interface())
-
-
-@contextlib.contextmanager
-def _reporting(options: argparse.Namespace) -> Iterator[None]:
-    """Print what the job needs after the block."""
-    try:
-        with record_training() as recorded:
-            yield
-    finally:
-        print(recorded.report(tokens=options.tokens, samples=options.samples), flush=True)
 
 
 def _run(options: argparse.Namespace) -> None:

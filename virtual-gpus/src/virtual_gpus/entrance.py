@@ -13,7 +13,7 @@ import os
 import pathlib
 import sys
 from collections.abc import Callable
-from types import CodeType, FrameType, TracebackType
+from types import CodeType, FrameType
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -51,7 +51,10 @@ def seen_from_outside(error: BaseException) -> str | None:
     go of their arguments. None of their names may hold the new error, whose traceback holds them and their callers.
     """
     if not isinstance(error, OutOfMemory):
-        error.__traceback__ = _beyond_this_package(error.__traceback__)
+        traceback = error.__traceback__  # below frames of this package may be others, as of a custom operator
+        while traceback is not None and traceback.tb_frame.f_code.co_filename.startswith(_HERE):
+            traceback = traceback.tb_next
+        error.__traceback__ = traceback
         return None
     text = oom_message(error, vars(error)["gpu"].index)  # see `VirtualGPU.allocate`
     error.__traceback__ = error.__context__ = None  # they hold the frames, and those the tensors
@@ -105,10 +108,3 @@ def is_of_program(filename: str) -> bool:
     """True for the code of a file outside PyTorch and this package."""
     of_torch = str(pathlib.Path(torch.__file__).parent) + os.sep, typing_extensions.__file__  # which wraps what is old
     return not filename.startswith((*of_torch, _HERE + os.sep, "<frozen"))
-
-
-def _beyond_this_package(traceback: TracebackType | None) -> TracebackType | None:
-    """The part of a traceback below the frames of this package, for example in a custom operator. None if empty."""
-    while traceback is not None and traceback.tb_frame.f_code.co_filename.startswith(_HERE):
-        traceback = traceback.tb_next
-    return traceback

@@ -60,11 +60,6 @@ def cuda_error(what: str, hint: str) -> Exception:
     )
 
 
-def wrong_generator(wanted: str, given: str) -> RuntimeError:
-    """A CPU generator for a GPU tensor or the reverse (aten/src/ATen/core/Generator.h)."""
-    return RuntimeError(f"Expected a '{wanted}' device type for generator but found '{given}'")
-
-
 class NeedsValues(RuntimeError):
     """A call depends on the values inside a tensor, which `shapes_only` does not keep."""
 
@@ -124,14 +119,6 @@ def two_devices(first: torch.device, second: torch.device) -> RuntimeError:
     """TensorIterator's error (aten/src/ATen/TensorIterator.cpp)."""
     return RuntimeError(
         f"Expected all tensors to be on the same device, but found at least two devices, {first} and {second}!"
-    )
-
-
-def other_machine(device: torch.device) -> RuntimeError:
-    """The error for tensors of two nested `virtual_gpus` blocks, which have the same names but different GPUs."""
-    return RuntimeError(
-        f"Expected all tensors to be on the same device, but one on {device} belongs to a different virtual_gpus(...) "
-        "block. Nested blocks have different GPUs, even if their names are the same. Copy the tensor with .to(...)."
     )
 
 

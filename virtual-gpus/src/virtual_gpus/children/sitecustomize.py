@@ -34,20 +34,12 @@ def _import_package() -> None:
         spec.loader.exec_module(sys.modules["virtual_gpus"])
 
 
-def _passing_over_torch():
-    _import_package()
-    from virtual_gpus.collector import passing_over_torch
-
-    return passing_over_torch()
-
-
 def _switch_on() -> None:
     assert _facts is not None
     # While the package itself imports torch, the program switches GPUs on, or multiprocessing does, which begins with
     # unpickling a name in `patches`.
     ours = [module for name, module in sys.modules.copy().items() if name.startswith("virtual_gpus.")]
     if not any(getattr(module.__spec__, "_initializing", False) for module in ours):
-        _import_package()
         from virtual_gpus.switch import start
 
         start(**_facts["settings"])
@@ -72,7 +64,10 @@ class _AfterTorch:
 
             def exec_module(module: types.ModuleType) -> None:  # specs are asked for without an import too
                 del vars(spec.loader)["exec_module"]
-                with _passing_over_torch():
+                _import_package()
+                from virtual_gpus.collector import passing_over_torch
+
+                with passing_over_torch():
                     run(module)
                     if not self._is_done:
                         self._is_done = True

@@ -28,7 +28,11 @@ def resolve_common_device(call: OpCall) -> None:
         if common is None:
             common = device
         elif where is not None and where.machine is not gpu.machine:
-            raise errors.other_machine(device_of(tensor))
+            raise RuntimeError(
+                f"Expected all tensors to be on the same device, but one on {device} belongs to a different "
+                "virtual_gpus(...) block. Nested blocks have different GPUs, even if their names are the same. "
+                "Copy the tensor with .to(...)."
+            )
         elif device != common or (where is not None and where is not gpu):
             raise _mixture_error(call, name, common, device)
 

@@ -66,7 +66,6 @@ def _run_fake(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[s
 
 # ---- entering and leaving, per thread ------------------------------------------------------------------------------
 
-
 # Pushed and popped rather than entered and left: TorchDispatchMode.__enter__ keeps flags for the whole process, and
 # threads that come and go in another order would leave them wrong for ever.
 

@@ -356,8 +356,8 @@ def _run(call: OpCall, kernel: Callable[..., Any], args: tuple[Any, ...], kwargs
 
 
 def asked_generator(call: OpCall, device: str) -> torch.Generator | None:
-    """The generator among the arguments, if there is one. Raises RuntimeError if it is not one of `device`."""
+    """The argument `generator`, if any. Raises RuntimeError if it is not of `device` (ATen/core/Generator.h)."""
     asked = call["generator"]
     if asked is not None and (given := device_of_generator(asked).type) != device:
-        raise errors.wrong_generator(device, given)
+        raise RuntimeError(f"Expected a '{device}' device type for generator but found '{given}'")
     return asked

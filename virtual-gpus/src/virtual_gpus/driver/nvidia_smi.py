@@ -44,11 +44,6 @@ class GPUView(NamedTuple):
         return sum(nbytes for _, nbytes in self.processes)
 
     @property
-    def free(self) -> int:
-        """Bytes that no process uses."""
-        return self.memory - self.used
-
-    @property
     def percent(self) -> int:
         """The load in percent."""
         return round(100 * self.load)
@@ -85,7 +80,7 @@ _FIELDS: dict[str, _Field] = {
     "index": (lambda gpu: gpu.slot, ""),
     "memory.total": (lambda gpu: gpu.memory >> 20, "MiB"),
     "memory.used": (lambda gpu: gpu.used >> 20, "MiB"),
-    "memory.free": (lambda gpu: gpu.free >> 20, "MiB"),
+    "memory.free": (lambda gpu: (gpu.memory - gpu.used) >> 20, "MiB"),
     "driver_version": (lambda gpu: DRIVER, ""),
     "compute_cap": (lambda gpu: "{}.{}".format(*gpu.capability), ""),
     "timestamp": (lambda gpu: time.strftime("%Y/%m/%d %H:%M:%S.000"), ""),

@@ -67,10 +67,6 @@ def below_autocast() -> AbstractContextManager[None]:
 LISTS = {
     name: text.split() for name, text in tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8")).items()
 }
-BANNED_TEXT = (
-    "torch.nn.functional.binary_cross_entropy and torch.nn.BCELoss are unsafe to autocast. "
-    "Use binary_cross_entropy_with_logits or torch.nn.BCEWithLogitsLoss."
-)
 
 
 # ---- casts: as `cached_cast` and `prioritize` in aten/src/ATen/autocast_mode.cpp and autocast_mode.h -----------------
@@ -184,7 +180,10 @@ def _to_fp32_results(op: Any) -> Callable[..., Any]:
 def _banned(op: Callable[..., Any]) -> Callable[..., Any]:
     def kernel(*args: Any, **kwargs: Any) -> Any:
         if any(isinstance(a, torch.Tensor) and is_on_gpu(a) for a in args):
-            raise RuntimeError(BANNED_TEXT)
+            raise RuntimeError(
+                "torch.nn.functional.binary_cross_entropy and torch.nn.BCELoss are unsafe to autocast. "
+                "Use binary_cross_entropy_with_logits or torch.nn.BCEWithLogitsLoss."
+            )
         return _without_autocast(op, args, kwargs)
 
     return kernel

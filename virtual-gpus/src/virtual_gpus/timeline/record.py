@@ -56,8 +56,8 @@ class Timeline:
         self._raw: list[Span] = []
         self._began = self._wait_for_all()
         self._ended: float | None = None
-        self._hooks = [register_optimizer_step_pre_hook(self._step_begins),
-                       register_optimizer_step_post_hook(self._step_ends)]  # fmt: skip
+        self._hooks = [register_optimizer_step_pre_hook(functools.partial(self._note_step, True)),
+                       register_optimizer_step_post_hook(functools.partial(self._note_step, False))]  # fmt: skip
         machine.clock.timelines.append(self)
         for gpu in machine.gpus if memory else ():
             self.memory[gpu.index] = [(0.0, gpu.allocator.allocated)]
@@ -82,11 +82,8 @@ class Timeline:
         clock.wait(max(track.done for track in clock.tracks))
         return clock.now
 
-    def _step_begins(self, *_: object) -> None:
-        self._in_step = True
-
-    def _step_ends(self, *_: object) -> None:
-        self._in_step = False
+    def _note_step(self, runs: bool, *_: object) -> None:
+        self._in_step = runs
 
     def _hear(self, gpu: VirtualGPU, event: Event, address: int, size: int) -> None:
         if event not in ("alloc", "free", "free_requested"):
@@ -99,13 +96,9 @@ class Timeline:
     def add(self, span: Span) -> None:
         """Add a span. The clock calls this for every span."""
         if not span.kind:
-            span = span._replace(kind=self._phase())
+            kind: SpanKind = "step" if self._in_step else "backward" if this_thread.in_backward else "forward"
+            span = span._replace(kind=kind)
         self._raw.append(span._replace(name=f"{span.name} {self.work_name}") if self.work_name else span)
-
-    def _phase(self) -> SpanKind:
-        if self._in_step:
-            return "step"
-        return "backward" if this_thread.in_backward else "forward"
 
     # ---- results ----
 
@@ -128,10 +121,7 @@ class Timeline:
         ]
 
     def busy_seconds(self, gpu: int, copies: bool = False) -> float:
-        """Seconds in which a GPU ran kernels, including those of collectives. Overlapping kernels count once.
-
-        nvidia-smi counts in the same way. copies: also count copies, as a profiler does for all work on the GPU.
-        """
+        """Seconds in which a GPU ran kernels, or with `copies` also copies: see `timeline.spans.busy_seconds`."""
         return busy_seconds(self.spans, self._index(gpu), copies)
 
     def _index(self, gpu: int | str | torch.device) -> int:
@@ -142,8 +132,7 @@ class Timeline:
 
     def utilisation(self, gpu: int) -> float:
         """The fraction of the block's time, 0 to 1, in which a GPU ran kernels. nvidia-smi calls it utilization."""
-        busy = self.busy_seconds(gpu)
-        return busy / self.seconds if self.seconds else 0.0
+        return self.busy_seconds(gpu) / (self.seconds or 1)
 
     def communication(self, gpu: int = 0) -> dict[str, Communication]:
         """What collectives cost on a GPU, by kind and group, and for "all" of them: see `timeline.spans`."""

@@ -1,10 +1,4 @@
-"""Spans of work: their kinds, their rows in a plot or a file, how much time they cover, and what collectives cost.
-
-with record_timeline() as t:
-    step()
-t.communication()["all"].exposed              # modelled seconds in which cuda:0 only communicates
-t.communication(3)["all-gather, data"].sent   # bytes, of the groups of the mesh's dimension "data"
-"""
+"""Spans of work: their kinds, their rows in a plot or a file, how much time they cover, and what collectives cost."""
 
 from __future__ import annotations
 

@@ -135,17 +135,13 @@ def _gather(tensors: Sequence[torch.Tensor], dim: int, destination: int | None =
             f"Input tensor at index {index} has invalid shape {list(tensor.shape)}, but expected {expected}",
         )
     device = torch.device("cpu" if destination == -1 else "cuda" if destination is None else f"cuda:{destination}")
-    out = torch.empty(size, dtype=tensors[0].dtype, device=device, memory_format=_format(tensors))
+    last = all(t.dim() == 4 and t.is_contiguous(memory_format=torch.channels_last) for t in tensors)
+    only_last = last and not all(t.is_contiguous() for t in tensors)
+    layout = torch.channels_last if only_last else torch.contiguous_format
+    out = torch.empty(size, dtype=tensors[0].dtype, device=device, memory_format=layout)
     for piece, tensor in zip(out.split_with_sizes([t.size(dim) for t in tensors], dim), tensors, strict=True):
         piece.copy_(tensor)
     return out
-
-
-def _format(tensors: Sequence[torch.Tensor]) -> torch.memory_format:
-    """Channels last if all tensors are."""
-    last = all(t.dim() == 4 and t.is_contiguous(memory_format=torch.channels_last) for t in tensors)
-    first = all(t.is_contiguous() for t in tensors)
-    return torch.channels_last if last and not first else torch.contiguous_format
 
 
 def _check(holds: bool, words: str) -> None:

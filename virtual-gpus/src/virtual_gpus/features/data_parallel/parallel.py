@@ -81,10 +81,6 @@ class ConcurrentThreads:
         self.clock, self.members, self.started = clock, members, False
         self.began, self.ended, self.issued, self.share = clock.now, clock.now, clock.issued, clock.share
 
-    def may_grow(self, clock: Clock) -> bool:
-        """Whether another thread may join. Nothing is issued while threads are made that run together."""
-        return clock is self.clock and not self.started and self.issued == clock.issued
-
     def __enter__(self) -> None:
         self.started = True
         self.clock.now, self.clock.share = self.began, self.share * self.members
@@ -103,8 +99,9 @@ class SequentialThread:
     def __init__(self, target: Callable[..., object], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None):
         self._call = (target, args, kwargs or {})
         team: ConcurrentThreads | None = getattr(self._waiting, "team", None)
-        if team is None or not team.may_grow(get_machine().clock):
-            team = self._waiting.team = ConcurrentThreads(get_machine().clock)
+        clock = get_machine().clock  # on which nothing is issued while threads are made that run together
+        if team is None or team.clock is not clock or team.started or team.issued != clock.issued:
+            team = self._waiting.team = ConcurrentThreads(clock)
         team.members += 1
         self._team = team
 

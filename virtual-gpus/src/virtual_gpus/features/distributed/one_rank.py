@@ -46,7 +46,6 @@ def runs_alone(machine: VirtualMachine | None) -> bool:
 
 
 def check_settings(settings: Settings) -> None:
-    """See `features`."""
     if settings.rank is None and settings.world_size is None:
         return
     rank, world_size = _integer("rank", settings.rank), _integer("world_size", settings.world_size)

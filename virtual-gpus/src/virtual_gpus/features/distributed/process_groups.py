@@ -57,8 +57,10 @@ def _new_process_group_helper(function: Callable[..., Any], *args: Any, **kwargs
         given["backend"] = "fake" if is_alone else "gloo"
     if is_alone and not given["global_ranks_in_group"]:
         require_its_rank(given["group_rank"], given["group_size"])
-    if is_nccl:
-        _keep_pytorch_from_wrapping()
+    # In DETAIL, PyTorch wraps gloo's group to compare the ranks' collectives, as `agreement` does in any case. DDP's
+    # logger takes the wrapper for gloo's group itself: the process dies (2.15; without this package, too).
+    if is_nccl and torch.distributed.get_debug_level() == torch.distributed.DebugLevel.DETAIL:
+        torch.distributed.set_debug_level(torch.distributed.DebugLevel.INFO)
     group, store = function(**given)
     if not isinstance(group, c10d.ProcessGroup):  # this rank is not in it
         return group, store
@@ -71,13 +73,6 @@ def _new_process_group_helper(function: Callable[..., Any], *args: Any, **kwargs
     if is_nccl and not is_alone:
         _complete(group, function, given, "cpu" in devices)
     return group, store
-
-
-def _keep_pytorch_from_wrapping() -> None:
-    """In DETAIL, PyTorch wraps gloo's group to compare the ranks' collectives, as `agreement` does in any case. DDP's
-    logger takes the wrapper for gloo's group itself: the process dies (2.15; without this package, too)."""
-    if torch.distributed.get_debug_level() == torch.distributed.DebugLevel.DETAIL:
-        torch.distributed.set_debug_level(torch.distributed.DebugLevel.INFO)
 
 
 def _complete(group: Any, function: Callable[..., Any], given: dict[str, Any], has_both: bool) -> None:

@@ -19,7 +19,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 from weakref import ref
 
 from virtual_gpus.features.snapshots import stacks
@@ -187,8 +187,5 @@ class Recorder:
 
 
 _HEARD: dict[Event, Callable[[Recorder, int, int], None]] = {
-    "alloc": Recorder._alloc, "free": Recorder._free, "free_requested": Recorder._free_requested,
-    "free_completed": Recorder._free_completed, "segment_alloc": Recorder._segment_alloc,
-    "segment_free": Recorder._segment_free, "segment_map": Recorder._segment_map,
-    "segment_unmap": Recorder._segment_unmap, "oom": Recorder._oom,
-}  # fmt: skip
+    event: vars(Recorder)[f"_{event}"] for event in get_args(Event)
+}

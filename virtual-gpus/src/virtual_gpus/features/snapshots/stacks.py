@@ -34,17 +34,12 @@ def take() -> object:
     return _gather(True, True, False)
 
 
-@functools.cache
-def _is_ours(filename: str) -> bool:
-    return filename.startswith(_HERE)
-
-
 def _of_the_program(frames: list[Frame]) -> list[Frame]:
     """The frames without those of this package, and without what lies between two of those."""
     of_program: list[Frame] = []
     since_ours = None  # the length of `of_program` after the last frame of ours, while only _BETWEEN came since
     for frame in frames:
-        if _is_ours(frame["filename"]):
+        if frame["filename"].startswith(_HERE):
             if since_ours is not None:
                 del of_program[since_ours:]
             since_ours = len(of_program)

@@ -104,5 +104,4 @@ def _gpus(gradients: tuple[torch.Tensor | None, ...]) -> set[VirtualGPU]:
 
 
 def start(machine: VirtualMachine) -> None:
-    """See `features`."""
     machine.around_backward = partial(on_the_streams_of_forward, machine)
