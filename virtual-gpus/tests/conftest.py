@@ -62,9 +62,7 @@ def gpus_of_the_module(request):
 def workspaces_given_back(monkeypatch):
     """cuBLAS returns its workspaces after each operator, as from PyTorch 2.15 on; before, they would stay for ever. For
     tests that count what a training leaves behind, under every PyTorch from 2.11 on."""
-    from virtual_gpus import memory_model
-
-    monkeypatch.setattr(memory_model, "keeps_workspaces", lambda version, environment: False)
+    monkeypatch.setattr("virtual_gpus.memory_model.keeps_workspaces", lambda version, environment: False)
 
 
 @pytest.fixture

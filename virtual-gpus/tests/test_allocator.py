@@ -33,6 +33,12 @@ PAGES = "expandable_segments:True"
 POOLS = "small_pool", "large_pool"
 METRICS = ("allocation", "allocated_bytes", "requested_bytes", "active", "active_bytes", "segment")
 METRICS += ("reserved_bytes", "inactive_split", "inactive_split_bytes")
+WRONG = ["max_split_size_mb:19", "max_split_size_mb:19x", "garbage_collection_threshold:1.0",
+         "garbage_collection_threshold:0", "per_process_memory_fraction:1.1", "expandable_segments:true",
+         "expandable_segments", "expandable_segments:True;", "roundup_power2_divisions:3"]  # fmt: skip
+REFUSED = ["backend:cudaMallocAsync", "large_segment_size_mb:30", "roundup_power2_divisions:[2:4,>:2]", "a:1", "a"]
+OPTIONS = ("backend:native", PAGES, "max_split_size_mb:25", "garbage_collection_threshold:0.6",
+           "roundup_power2_divisions:8,expandable_segments:True")  # fmt: skip
 
 
 def gpu_with(text, capacity=GIB):
@@ -314,12 +320,6 @@ def test_what_falls_back_to_its_default_and_what_stays():
     assert allowed == [GIB // 2, None]
 
 
-WRONG = ["max_split_size_mb:19", "max_split_size_mb:19x", "garbage_collection_threshold:1.0",
-         "garbage_collection_threshold:0", "per_process_memory_fraction:1.1", "expandable_segments:true",
-         "expandable_segments", "expandable_segments:True;", "roundup_power2_divisions:3"]  # fmt: skip
-REFUSED = ["backend:cudaMallocAsync", "large_segment_size_mb:30", "roundup_power2_divisions:[2:4,>:2]", "a:1", "a"]
-
-
 @pytest.mark.parametrize("text", [*WRONG, *REFUSED])
 def test_wrong_settings_and_those_that_are_refused(text):
     with pytest.raises(NotModelled if text in REFUSED else ValueError, match="allocator setting"):
@@ -357,10 +357,6 @@ def test_a_block_waits_for_the_last_of_its_streams_and_neighbours_merge_then():
     gpu.empty_cache()
     assert gpu.clock.waited == [(0, 3)] and not gpu._waits.waiting and layout(gpu) == "(5) 5 (10)"
     check_invariants(gpu)
-
-
-OPTIONS = ("backend:native", PAGES, "max_split_size_mb:25", "garbage_collection_threshold:0.6",
-           "roundup_power2_divisions:8,expandable_segments:True")  # fmt: skip
 
 
 @pytest.mark.parametrize("text", OPTIONS)

@@ -11,6 +11,8 @@ from benchmarks.published_jobs import seconds_of
 from virtual_gpus import virtual_gpus
 
 CONTENT = json.loads(published.ROWS.read_text(encoding="utf-8"))
+BAD = {"needs 'measured'": {"measured": "12"}, "needs a measured figure above 0": {"measured": 0},
+       "has the job 'cobol'": {"job": "cobol"}, "no data sheet": {"gpu": "H99"}}  # fmt: skip
 
 
 def test_every_row_is_whole_and_half_of_the_new_ones_are_held_apart():
@@ -33,10 +35,6 @@ def test_a_row_is_computed_and_drawn(tmp_path):
     from benchmarks.published_plot import drawn
 
     drawn([compared]).savefig(tmp_path / "rows.png")
-
-
-BAD = {"needs 'measured'": {"measured": "12"}, "needs a measured figure above 0": {"measured": 0},
-       "has the job 'cobol'": {"job": "cobol"}, "no data sheet": {"gpu": "H99"}}  # fmt: skip
 
 
 @pytest.mark.parametrize("words", BAD)

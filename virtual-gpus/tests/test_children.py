@@ -16,18 +16,6 @@ from virtual_gpus.driver.nvidia_smi import GPUView
 NAMES = ("VIRTUAL_GPUS_CHILDREN", "VIRTUAL_GPUS_PYTHON", "PYTHONPATH", "PATH")
 GPUS = [GPUView(0, "NVIDIA A", "GPU-0", 3 << 20, (8, 0), [], 0.0),
         GPUView(1, "NVIDIA B", "GPU-1", 9 << 20, (9, 0), [(7, 2 << 20)], 0.5)]  # fmt: skip
-
-
-def environment():
-    return {name: os.environ.get(name) for name in NAMES}
-
-
-def run(*command, **kwargs):
-    done = subprocess.run(command, capture_output=True, text=True, timeout=HANGS_S, **kwargs)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
 CHILD = """\
 import gc, importlib.util, json, os, subprocess
 assert importlib.util.find_spec("torch")  # as datasets and transformers ask before they import it
@@ -41,6 +29,16 @@ found["smi"] = subprocess.check_output(["nvidia-smi"], text=True).partition("Pro
 found["collects"] = gc.isenabled() and len(gc.get_objects()) < gc.get_freeze_count()  # not through PyTorch's modules
 print(json.dumps(found))
 """
+
+
+def environment():
+    return {name: os.environ.get(name) for name in NAMES}
+
+
+def run(*command, **kwargs):
+    done = subprocess.run(command, capture_output=True, text=True, timeout=HANGS_S, **kwargs)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 def test_a_python_child_has_the_same_gpus():

@@ -19,6 +19,15 @@ from virtual_gpus.gpus import spec
 GPUS = 8  # of a host
 NBYTES = 1 << 28
 WIDTH, BLOCKS = 8192, 4  # of a network
+# What each GPU sends, as a part of the bytes (nccl-tests, doc/PERFORMANCE.md), and the hops one after the other.
+PARTS = {
+    "all_reduce": lambda n: (2 * (n - 1) / n, 2 * (n - 1)),
+    "all_gather": lambda n: ((n - 1) / n, n - 1),
+    "reduce_scatter": lambda n: ((n - 1) / n, n - 1),
+    "all_to_all": lambda n: ((n - 1) / n, n - 1),
+    "broadcast": lambda n: (1, n - 1),
+    "reduce": lambda n: (1, n - 1),
+}
 
 
 def one_rank(rank: int, world: int, **options):
@@ -35,17 +44,6 @@ def on_host(count: int, adapters: int = 1, here: int = GPUS, kind: str = "H100",
     """The links of a group of `count` ranks, of which every host has `here`."""
     topology = arrange(spec(kind), GPUS, network=network, adapters=adapters)
     return topology.links_of_group([divmod(rank, here) for rank in range(count)], per_host=GPUS)
-
-
-# What each GPU sends, as a part of the bytes (nccl-tests, doc/PERFORMANCE.md), and the hops one after the other.
-PARTS = {
-    "all_reduce": lambda n: (2 * (n - 1) / n, 2 * (n - 1)),
-    "all_gather": lambda n: ((n - 1) / n, n - 1),
-    "reduce_scatter": lambda n: ((n - 1) / n, n - 1),
-    "all_to_all": lambda n: ((n - 1) / n, n - 1),
-    "broadcast": lambda n: (1, n - 1),
-    "reduce": lambda n: (1, n - 1),
-}
 
 
 def test_rings_and_what_is_none():

@@ -20,6 +20,26 @@ from virtual_gpus.features.rnn import recurrent_call
 
 pytestmark = pytest.mark.usefixtures("workspaces_given_back")
 GPUS = {"count": 3, "memory": "16 GiB"}
+PLACES, GRADIENTS = [], []  # where the backward pass of `seen` ran, and where its gradients were
+MAPS = {
+    "as saved": (None, "cuda:1"),
+    "text cuda": ("cuda", "cuda:2"),  # the current GPU
+    "device": (torch.device("cuda", 2), "cuda:2"),
+    "dict": ({"cuda:1": "cuda:0"}, "cuda:0"),
+    "function to a GPU": (lambda storage, place: storage.cuda(2), "cuda:2"),
+}
+DRAWS = {
+    "randperm": lambda d: torch.randperm(50, device=d),
+    "bernoulli": lambda d: torch.bernoulli(torch.full((50,), 0.5, device=d)),
+    "multinomial": lambda d: torch.multinomial(torch.ones(50, device=d), 20),
+    "dropout": lambda d: F.dropout(torch.ones(50, device=d), 0.5),
+    "fractional_max_pool2d": lambda d: F.fractional_max_pool2d(
+        torch.arange(400.0, device=d).view(1, 1, 20, 20), 2, output_size=5
+    ),
+    "gamma": lambda d: torch.distributions.Gamma(torch.ones(5, device=d), 1).sample(),
+    "lstm dropout": lambda d: nn.LSTM(4, 4, 2, dropout=0.5, device=d)(torch.ones(2, 2, 4, device=d))[0],
+    "attention": lambda d: F.scaled_dot_product_attention(*torch.ones(3, 1, 2, 8, 4, device=d), dropout_p=0.5),
+}
 
 
 def whole(top, *shape, seed=1):
@@ -123,13 +143,11 @@ def device_inside(x):
 
 
 def hessian_of_a_loss(device):
-    """On the CPU, as is what it is taken of."""
-
     def loss(x):
         return F.cross_entropy(x.to(device), torch.ones((), device=device).long(), label_smoothing=0.1)
 
     found = torch.func.hessian(loss)(draw(3))
-    assert found.device.type == "cpu"
+    assert found.device.type == "cpu"  # as is what it is taken of
     return [found.to(device)]
 
 
@@ -150,9 +168,6 @@ def test_a_program_s_results_are_the_cpu_s_bits(gpus, name):
     found = PROGRAMS[name](gpus[1])
     torch.manual_seed(0)
     check_equal(found, PROGRAMS[name]("cpu"), gpus[1])
-
-
-PLACES, GRADIENTS = [], []  # where the backward pass of `seen` ran, and where its gradients were
 
 
 def note_the_place(ctx, gradient):
@@ -287,15 +302,6 @@ def load(file, **options):
     return torch.load(file, **options)
 
 
-MAPS = {
-    "as saved": (None, "cuda:1"),
-    "text cuda": ("cuda", "cuda:2"),  # the current GPU
-    "device": (torch.device("cuda", 2), "cuda:2"),
-    "dict": ({"cuda:1": "cuda:0"}, "cuda:0"),
-    "function to a GPU": (lambda storage, place: storage.cuda(2), "cuda:2"),
-}
-
-
 @pytest.mark.parametrize("name", MAPS)
 def test_load_with_every_kind_of_map_location(gpus, name):
     where, expected = MAPS[name]
@@ -375,20 +381,6 @@ def test_lists_of_tensors_must_match_place_by_place(gpus):
     assert [t.device for t in torch._foreach_mul(mixed, [there[0].to(gpus[0]), there[1]])] == gpus[:2]
     torch._foreach_copy_(here, there)
     assert [t.device for t in here] == [gpus[0]] * 2
-
-
-DRAWS = {
-    "randperm": lambda d: torch.randperm(50, device=d),
-    "bernoulli": lambda d: torch.bernoulli(torch.full((50,), 0.5, device=d)),
-    "multinomial": lambda d: torch.multinomial(torch.ones(50, device=d), 20),
-    "dropout": lambda d: F.dropout(torch.ones(50, device=d), 0.5),
-    "fractional_max_pool2d": lambda d: F.fractional_max_pool2d(
-        torch.arange(400.0, device=d).view(1, 1, 20, 20), 2, output_size=5
-    ),
-    "gamma": lambda d: torch.distributions.Gamma(torch.ones(5, device=d), 1).sample(),
-    "lstm dropout": lambda d: nn.LSTM(4, 4, 2, dropout=0.5, device=d)(torch.ones(2, 2, 4, device=d))[0],
-    "attention": lambda d: F.scaled_dot_product_attention(*torch.ones(3, 1, 2, 8, 4, device=d), dropout_p=0.5),
-}
 
 
 @pytest.mark.parametrize("name", DRAWS)

@@ -11,6 +11,20 @@ from virtual_gpus import active_machine, virtual_gpus
 MIB = 2**20
 CUBLAS, LT = 32 * MIB, MIB  # on Hopper
 pytestmark = pytest.mark.usefixtures("rules_of_2_11")
+UNIFIED_OFF = {"TORCH_CUBLASLT_UNIFIED_WORKSPACE": "0"}
+UNIFIED_ON = {"TORCH_CUBLASLT_UNIFIED_WORKSPACE": "1"}
+CACHE = {"TORCH_CUBLAS_WORKSPACE_CACHE": "1"}
+RULES = [  # PyTorch, environment, taken by a product and by one with a bias: this stays, but not from 2.15 on
+    ((2, 11), {}, CUBLAS, CUBLAS + LT),
+    ((2, 11), UNIFIED_ON, CUBLAS, CUBLAS),
+    ((2, 12), {}, CUBLAS, CUBLAS),
+    ((2, 13), UNIFIED_OFF, CUBLAS, LT),
+    ((2, 15), {}, CUBLAS, LT),
+    ((2, 15), CACHE, CUBLAS, CUBLAS),
+    ((2, 15), CACHE | UNIFIED_OFF, CUBLAS, LT),
+    ((2, 11), {"CUBLASLT_WORKSPACE_SIZE": "4096"}, CUBLAS, CUBLAS + 4 * MIB),
+    ((2, 11), {"CUBLASLT_WORKSPACE_SIZE": "4096", "DISABLE_ADDMM_CUDA_LT": "1"}, CUBLAS, CUBLAS),
+]
 
 
 def matrix(*shape, **options):
@@ -29,22 +43,6 @@ def kept(function, kind="H200"):
 
 def multiply(a):
     a @ a
-
-
-UNIFIED_OFF = {"TORCH_CUBLASLT_UNIFIED_WORKSPACE": "0"}
-UNIFIED_ON = {"TORCH_CUBLASLT_UNIFIED_WORKSPACE": "1"}
-CACHE = {"TORCH_CUBLAS_WORKSPACE_CACHE": "1"}
-RULES = [  # PyTorch, environment, taken by a product and by one with a bias: this stays, but not from 2.15 on
-    ((2, 11), {}, CUBLAS, CUBLAS + LT),
-    ((2, 11), UNIFIED_ON, CUBLAS, CUBLAS),
-    ((2, 12), {}, CUBLAS, CUBLAS),
-    ((2, 13), UNIFIED_OFF, CUBLAS, LT),
-    ((2, 15), {}, CUBLAS, LT),
-    ((2, 15), CACHE, CUBLAS, CUBLAS),
-    ((2, 15), CACHE | UNIFIED_OFF, CUBLAS, LT),
-    ((2, 11), {"CUBLASLT_WORKSPACE_SIZE": "4096"}, CUBLAS, CUBLAS + 4 * MIB),
-    ((2, 11), {"CUBLASLT_WORKSPACE_SIZE": "4096", "DISABLE_ADDMM_CUDA_LT": "1"}, CUBLAS, CUBLAS),
-]
 
 
 @pytest.mark.parametrize(("version", "settings", "product", "biased"), RULES)

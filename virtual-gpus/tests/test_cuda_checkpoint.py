@@ -13,17 +13,13 @@ from virtual_gpus import virtual_gpus
 
 WIDTH, ROWS, BLOCKS = 64, 256, 6
 ONE = WIDTH * ROWS * 4  # bytes of one activation
-
-
-def keep_products():
-    return ckpt.create_selective_checkpoint_contexts([torch.ops.aten.mm.default, torch.ops.aten.addmm.default])
-
-
+PRODUCTS = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default]
 FORMS = {
     "reentrant": functools.partial(checkpoint, use_reentrant=True),
     "non-reentrant": functools.partial(checkpoint, use_reentrant=False),
 }
-VARIANTS = FORMS | {"selective": functools.partial(checkpoint, use_reentrant=False, context_fn=keep_products)}
+KEEP = functools.partial(ckpt.create_selective_checkpoint_contexts, PRODUCTS)
+VARIANTS = FORMS | {"selective": functools.partial(checkpoint, use_reentrant=False, context_fn=KEEP)}
 
 
 def network() -> nn.ModuleList:

@@ -14,6 +14,19 @@ from virtual_gpus.features.conv import workspaces as workspaces
 from virtual_gpus.memory_model import round_size
 
 TRACED = measure.load("convolution_workspaces.json")
+LAYERS = {
+    "1d": (lambda: nn.Conv1d(8, 16, 5, padding=2), (4, 8, 64)),
+    "2d": (lambda: nn.Conv2d(8, 16, 3, padding=1), (4, 8, 12, 12)),
+    "3d": (lambda: nn.Conv3d(4, 8, 3, stride=2), (2, 4, 9, 9, 9)),
+    "groups": (lambda: nn.Conv2d(16, 32, 3, groups=4, bias=False), (4, 16, 10, 10)),
+    "depthwise": (lambda: nn.Conv2d(16, 32, 3, groups=16), (4, 16, 10, 10)),
+    "dilated": (lambda: nn.Conv2d(8, 8, 3, dilation=2), (4, 8, 12, 12)),
+    "transposed 2d": (lambda: nn.ConvTranspose2d(8, 4, 3, 2, output_padding=1), (4, 8, 8, 8)),
+    "unbatched": (lambda: nn.Conv2d(8, 16, 3), (8, 12, 12)),
+}
+CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
+LAYOUTS = [(name, torch.contiguous_format) for name in LAYERS]
+LAYOUTS += [(name, CHANNELS_LAST[len(size)]) for name, (_, size) in LAYERS.items() if len(size) in CHANNELS_LAST]
 
 
 def shape(channels, filters, side, kernel, stride, **changes):
@@ -57,18 +70,6 @@ def test_layouts_are_converted_for_tensor_cores(kind):
         assert not converts(torch.float32, tf32=False)
 
 
-LAYERS = {
-    "1d": (lambda: nn.Conv1d(8, 16, 5, padding=2), (4, 8, 64)),
-    "2d": (lambda: nn.Conv2d(8, 16, 3, padding=1), (4, 8, 12, 12)),
-    "3d": (lambda: nn.Conv3d(4, 8, 3, stride=2), (2, 4, 9, 9, 9)),
-    "groups": (lambda: nn.Conv2d(16, 32, 3, groups=4, bias=False), (4, 16, 10, 10)),
-    "depthwise": (lambda: nn.Conv2d(16, 32, 3, groups=16), (4, 16, 10, 10)),
-    "dilated": (lambda: nn.Conv2d(8, 8, 3, dilation=2), (4, 8, 12, 12)),
-    "transposed 2d": (lambda: nn.ConvTranspose2d(8, 4, 3, 2, output_padding=1), (4, 8, 8, 8)),
-    "unbatched": (lambda: nn.Conv2d(8, 16, 3), (8, 12, 12)),
-}
-
-
 def step(make, size, device, layout=torch.contiguous_format, expanded=True):
     """One forward and backward. Returns the output and all gradients, on the CPU's side of things."""
     torch.manual_seed(0)
@@ -77,11 +78,6 @@ def step(make, size, device, layout=torch.contiguous_format, expanded=True):
     out = layer(x)
     out.sum().backward() if expanded else out.backward(torch.ones_like(out))
     return [out, x.grad, *(p.grad for p in layer.parameters())]
-
-
-CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
-LAYOUTS = [(name, torch.contiguous_format) for name in LAYERS]
-LAYOUTS += [(name, CHANNELS_LAST[len(size)]) for name, (_, size) in LAYERS.items() if len(size) in CHANNELS_LAST]
 
 
 @pytest.mark.parametrize("name, layout", LAYOUTS)

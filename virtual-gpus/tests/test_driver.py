@@ -41,7 +41,7 @@ def test_peaks_stats_summary_and_fraction():
 
 
 @virtual_gpus(2, memory="2 GiB")
-def test_the_driver_sees_reserved_memory_and_the_context(capsys):
+def test_the_driver_sees_reserved_memory_the_context_and_the_load(capsys):
     assert GPUtil.getGPUs is GPUtil.GPUtil.getGPUs and [g.memoryUsed for g in GPUtil.getGPUs()] == [0, 0]
     x = empty(1500 * MIB, "cuda:1")
     first, second = GPUtil.getGPUs()
@@ -63,10 +63,6 @@ def test_the_driver_sees_reserved_memory_and_the_context(capsys):
     assert GPUtil.getGPUs()[1].memoryUsed == second.memoryUsed  # del gives back to the cache only
     torch.cuda.empty_cache()
     assert GPUtil.getGPUs()[1].memoryUsed == context
-
-
-@virtual_gpus(2, memory="2 GiB")
-def test_the_load_is_told():
     torch.cuda._sleep(4_000_000_000)  # for longer than the second of which the load is told
     torch.cuda.synchronize()
     assert torch.cuda.utilization() == 100 and [gpu.load for gpu in GPUtil.getGPUs()] == [1.0, 0.0]

@@ -9,6 +9,9 @@ import torch.nn.functional as F
 from torch import nn
 from virtual_gpus import NotModelled, active_machine, virtual_gpus
 
+MISSING = [lambda: one(device="cuda:2"), lambda: one().to("cuda:7"), lambda: torch.tensor([1], device="cuda:2"),
+           lambda: torch.cuda.set_device(2), lambda: torch.cuda.device(3).__enter__()]  # fmt: skip
+
 
 @pytest.fixture(autouse=True)
 def gpus():
@@ -102,10 +105,6 @@ def test_numpy_of_a_gpu_tensor():
             act()
 
 
-MISSING = [lambda: one(device="cuda:2"), lambda: one().to("cuda:7"), lambda: torch.tensor([1], device="cuda:2"),
-           lambda: torch.cuda.set_device(2), lambda: torch.cuda.device(3).__enter__()]  # fmt: skip
-
-
 @pytest.mark.parametrize("act", MISSING)
 def test_a_gpu_that_does_not_exist(act):
     with pytest.raises(torch.AcceleratorError, match="^CUDA error: invalid device ordinal\nGPU device may be out of"):
@@ -120,14 +119,6 @@ REFUSED = {
     "as_nested_tensor|nested": lambda x: torch.nested.as_nested_tensor([x, x]),
     "nested": lambda x: torch.nested.nested_tensor_from_jagged(x, torch.tensor([0, 1, 2])),
 }
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_is_not_modelled_names_itself(name):
-    with pytest.raises(NotModelled, match=f"Virtual GPUs do not model .*({name})"):
-        REFUSED[name](one(2, device=0))
-
-
 VERSION = r"torch_version must be text from '2\.11' to '2\.15', .*'2\.13', not"
 BAD = [({"count": 0}, "at least 1"), ({"count": 1.5}, "integer"), ({"memory": "16"}, "unit"),
        ({"memory": "-1 GiB"}, "-1"), ({"kind": "RTX 9090"}, "H200"),
@@ -142,6 +133,12 @@ BAD = [({"count": 0}, "at least 1"), ({"count": 1.5}, "integer"), ({"memory": "1
        ({"links": [["X", "PHB"]]}, "must be square"), ({"links": [["X"]]}, "describes 1 GPUs"),
        ({"links": [["X", "NVX"], ["NVX", "X"]]}, "'NVX'"), ({"links": [["X", "NV"], ["NV", "X"]]}, "'NV'"),
        ({"links": [["X", "NV4"], ["SYS", "X"]]}, "must be symmetric")]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_not_modelled_names_itself(name):
+    with pytest.raises(NotModelled, match=f"Virtual GPUs do not model .*({name})"):
+        REFUSED[name](one(2, device=0))
 
 
 @pytest.mark.parametrize(("arguments", "text"), BAD)
@@ -198,7 +195,7 @@ def test_operators_without_a_deterministic_algorithm_are_refused():
         dict(NOT_DETERMINISTIC)["put_"]()
 
 
-def test_what_cuda_refuses_and_the_cpu_computes():
+def test_what_cuda_refuses_and_the_cpu_computes_and_the_other_way_round():
     x = torch.ones(2, 2, dtype=torch.int64, device="cuda")
     assert (x[:0] @ x).shape == (0, 2) and F.avg_pool2d(x[None], 2).item() == 1
     for words, work in {
@@ -210,9 +207,6 @@ def test_what_cuda_refuses_and_the_cpu_computes():
     }.items():
         with pytest.raises(RuntimeError, match=f"^{re.escape(words)}"):
             work()
-
-
-def test_kernels_that_only_cuda_has():
     assert ROWS.cuda().histc(bins=2, min=0, max=1).tolist() == [1, 1]
     x, weight = image(1, 1, 4, 4).detach(), image(1, 1, 3, 3).detach()
     with pytest.raises(NotImplementedError, match="cudnn_convolution"):
@@ -243,9 +237,3 @@ def test_the_host_waits_for_a_gpu_where_cuda_s_does():
     assert [waits(quiet) for quiet, _ in pairs] == [False] * len(pairs)
     assert all(map(waits, [waiting for _, waiting in pairs])) and all(map(waits, always))
     assert F.one_hot(gpu_rows, 3).tolist() == [[1, 0, 0], [0, 1, 0]]
-
-
-def test_copies_of_storages_are_pinned():
-    storage = torch.ones(2, device="cuda").untyped_storage()
-    assert storage.to(device="cpu", non_blocking=True).is_pinned()
-    assert not storage.to(device="cpu").is_pinned()

@@ -101,19 +101,14 @@ def test_a_type_that_is_asked_for_takes_its_time_whatever_was_asked_before():
     assert seconds(zeros[0]) > 6 * seconds(zeros[1])
 
 
-# Their functional forms serve functionalization alone and copy the argument first, or read what they draw by.
-APART = {"_index_put_impl_", "resize_", "set_", "zero_", "bernoulli_", "cauchy_", "exponential_", "geometric_",
-         "log_normal_", "normal_", "random_", "uniform_"}  # fmt: skip
-
-# Of those that draw numbers and have no tensor beside the one that they write on. The last two exist for CUDA alone.
-SORTS_OR_READS = {"randperm", "normal", "rrelu_with_noise_", "_fill_mem_eff_dropout_mask_", "_cudnn_init_dropout_state"}
-
-
 def test_the_forms_of_an_operator_share_a_class_of_time():
     bases = {operator(func).base: operator(func) for func in every_overload()}  # `out=` has the same name
     in_place = {name for name in bases if name.removesuffix("_") in bases.keys() - {name}}
     different = {name for name in in_place if row_of(name).cost != row_of(name.removesuffix("_")).cost}
-    assert different == APART and {"cumsum_", "addr_", "fill_"} < in_place
+    # Their functional forms serve functionalization alone and copy the argument first, or read what they draw by.
+    apart = {"_index_put_impl_", "resize_", "set_", "zero_", "bernoulli_", "cauchy_", "exponential_", "geometric_",
+             "log_normal_", "normal_", "random_", "uniform_"}  # fmt: skip
+    assert different == apart and {"cumsum_", "addr_", "fill_"} < in_place
     assert not [name for name in in_place if row_of(name).cost is cost.CHARGED_ELSEWHERE]
     assert operator(torch.ops.aten.add_.Tensor).recipe is not operator(torch.ops.aten.add.Tensor).recipe
 
@@ -126,7 +121,9 @@ def test_what_only_writes_random_numbers_is_in_one_class():
         if torch.Tag.nondeterministic_seeded in func.tags and (not read or facts.base.endswith("_like")):
             drawn.add(facts.base)
     others = {name for name in drawn if row_of(name).cost != row_of("fill_").cost}
-    assert others <= SORTS_OR_READS and {"rand_like", "randint", "geometric_", "cauchy_"} < drawn, others
+    # They sort or read, though no tensor beside the one that they write on. The last two exist for CUDA alone.
+    apart = {"randperm", "normal", "rrelu_with_noise_", "_fill_mem_eff_dropout_mask_", "_cudnn_init_dropout_state"}
+    assert others <= apart and {"rand_like", "randint", "geometric_", "cauchy_"} < drawn, others
 
 
 def test_a_complex_product_is_four_real_ones():

@@ -11,6 +11,9 @@ from torchvision.models import efficientnet_b0
 from torchvision.models.resnet import Bottleneck, ResNet
 from virtual_gpus import virtual_gpus
 
+WORDS, GPUS, ALONE = 4000, 4, {"rank": 0, "world_size": 4}
+SLOW = tuple(tuple("X" if a == b else "SYS" for b in range(GPUS)) for a in range(GPUS))
+
 
 @pytest.fixture(autouse=True)
 def networks_without_numbers():
@@ -68,10 +71,6 @@ def test_the_pipeline_of_pytorchs_tutorial():
     assert 1.0 < split[120] / whole < 1.10  # two GPUs by turns: 4.02 s against 3.75 s, 7 % longer
     assert whole / split[20] - 1 == pytest.approx(0.49, abs=0.10)  # a pipeline: 2.51 s, 49 % faster
     assert split[20] < min(split[120], split[8])  # small parts cost launches, large ones leave a GPU idle
-
-
-WORDS, GPUS, ALONE = 4000, 4, {"rank": 0, "world_size": 4}
-SLOW = tuple(tuple("X" if a == b else "SYS" for b in range(GPUS)) for a in range(GPUS))
 
 
 def loss_of(net, words):

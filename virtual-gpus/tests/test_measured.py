@@ -21,6 +21,10 @@ optimizer.step()
 query = torch.zeros(1, 2, 128, 64, device="cuda", dtype=torch.float16, requires_grad=True)
 F.scaled_dot_product_attention(query, query, query, is_causal=True).sum().backward()
 """
+BAD = {None: "Cannot read measured operators", "{": "Cannot read measured operators",
+       "[]": "Cannot read measured operators", '{"gpu": "A100", "rows": []}': "of A100, and none of H200",
+       '{"gpu": "H200", "rows": [{"operator": "aten.mm.default"}]}': "KeyError",
+       '{"gpu": "H200", "rows": [{"operator": "a", "arguments": [], "seconds": -1}]}': "not above 0"}  # fmt: skip
 
 
 @pytest.fixture
@@ -71,12 +75,6 @@ def test_a_programs_operators_are_listed_and_can_be_called(listed):
     assert sum(row["operator"].startswith(("_scaled", "_cudnn_rnn")) for row in rows) == 4  # both directions
     for row in rows:
         measure.prepared(row["operator"], row["arguments"], "cpu")()
-
-
-BAD = {None: "Cannot read measured operators", "{": "Cannot read measured operators",
-       "[]": "Cannot read measured operators", '{"gpu": "A100", "rows": []}': "of A100, and none of H200",
-       '{"gpu": "H200", "rows": [{"operator": "aten.mm.default"}]}': "KeyError",
-       '{"gpu": "H200", "rows": [{"operator": "a", "arguments": [], "seconds": -1}]}': "not above 0"}  # fmt: skip
 
 
 @pytest.mark.parametrize(("content", "words"), BAD.items())

@@ -25,6 +25,9 @@ from virtual_gpus import NotModelled, record_timeline, record_training, virtual_
 from virtual_gpus.features.distributed import one_rank
 from virtual_gpus.settings import INSTALLED
 
+WIDTH = 512
+HALF = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
 
 def test_the_environment_is_that_of_torchrun_and_is_restored(monkeypatch):
     monkeypatch.setenv("RANK", "before")
@@ -145,10 +148,6 @@ def test_the_report_says_what_fills_the_gpu_and_where_the_time_goes():
     with virtual_gpus(1, shapes_only=True), record_training() as recorded:
         pass
     assert recorded.report().step_seconds is None
-
-
-WIDTH = 512
-HALF = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 
 def mlp():

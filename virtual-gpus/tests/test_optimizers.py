@@ -40,9 +40,6 @@ def ways(name):
     return ways + [{**way, "capturable": True} for way in ways[1:] if "capturable" in accepted(name)]
 
 
-CASES = [(name, way) for name in OPTIMIZERS for way in ways(name)]
-
-
 def extras(name):
     """Options that reach more of an optimizer's arithmetic than its defaults do."""
     wanted = {"momentum": 0.9, "weight_decay": 0.01, "amsgrad": True, "maximize": True}
@@ -100,7 +97,7 @@ def assert_state_beside_parameters(optimizer, way):
                     assert value.device == torch.device("cpu"), key
 
 
-@pytest.mark.parametrize(("name", "way"), CASES)
+@pytest.mark.parametrize(("name", "way"), [(name, way) for name in OPTIMIZERS for way in ways(name)])
 def test_weights_are_the_cpus_and_states_beside_their_parameters(name, way):
     gc.collect()
     before = allocated()

@@ -182,6 +182,8 @@ def test_pinned_memory():
     assert x.pin_memory().to(ONE, non_blocking=True).device == ONE
     assert x.to(ONE).to("cpu", non_blocking=True).is_pinned() and not x.to(ONE).to("cpu").is_pinned()
     assert not x.to("cpu", torch.float64, non_blocking=True).is_pinned()
+    storage = x.to(ONE).untyped_storage()
+    assert storage.to(device="cpu", non_blocking=True).is_pinned() and not storage.to(device="cpu").is_pinned()
     with pytest.raises(RuntimeError, match="only dense CPU tensors can be pinned"):
         torch.ones(3, device=ONE).pin_memory()
 

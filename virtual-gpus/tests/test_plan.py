@@ -32,6 +32,8 @@ int(layer.module.weight.argmax())
 GIB = 2**30
 ROOT = Path(__file__).resolve().parents[1]
 RECIPE, ACCURACY = str(ROOT / "recipes" / "train.py"), (ROOT / "docs" / "accuracy.md").read_text(encoding="utf-8")
+LARGEST = (37, 1, 512, 12), (1, 1, 512, 2), (0, 1, 512, 1), (512, 1, 512, 10), (37, 30, 37, 2), (0, 3, 9, 1)
+SEARCHES = [*LARGEST, *(("GPUs", *case) for case in ((64, 8, 512, 4), (8, 8, 8, 1), (0, 8, 60, 3)))]
 
 
 def report(peak, step=0.1):
@@ -87,10 +89,6 @@ def test_a_program_gets_its_verdict_last(program, options, ranks, code, said, tm
     assert ("layers.*.feed_forward.*" in written["report"]["by_module"]) == (program[0] == RECIPE)
     assert (plan.KNOWN_ERROR in done.stdout) == (code == plan.FITS)
     assert "held apart | median 7 %" in ACCURACY and "of 36" in ACCURACY  # as in KNOWN_ERROR
-
-
-LARGEST = (37, 1, 512, 12), (1, 1, 512, 2), (0, 1, 512, 1), (512, 1, 512, 10), (37, 30, 37, 2), (0, 3, 9, 1)
-SEARCHES = [*LARGEST, *(("GPUs", *case) for case in ((64, 8, 512, 4), (8, 8, 8, 1), (0, 8, 60, 3)))]
 
 
 @pytest.mark.parametrize("case", SEARCHES)

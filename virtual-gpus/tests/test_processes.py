@@ -20,6 +20,8 @@ from virtual_gpus.features.multiprocessing import started as processes
 pytestmark = pytest.mark.usefixtures("workspaces_given_back")
 
 FORK = mp.get_context("fork")
+# Shape, samples per rank (unequal), and whether the norm has parameters.
+NORMALIZED = [((7, 5, 3, 3), [3, 4], True), ((7, 5), [3, 4], False), ((7, 5, 1, 1), [1, 6], True)]
 
 
 @pytest.fixture(autouse=True)
@@ -71,9 +73,7 @@ def test_a_forked_process_inherits_gpus_and_tensors_or_switches_its_own_on():
 
 
 def test_a_spawned_process_may_choose_its_gpu_before_it_touches_any():
-    """What it unpickles first of all, in a forked one, which starts faster."""
-
-    def chooses():
+    def chooses():  # what it unpickles first of all, in a forked one, which starts faster
         start(*arguments)
         os.environ["CUDA_VISIBLE_DEVICES"] = "1"
         return torch.cuda.device_count(), torch.cuda.get_device_properties(0).pci_bus_id - 1
@@ -165,10 +165,6 @@ def ddp(rank):
         found.append((losses, memory, [p.detach().cpu() for p in net.parameters()]))
         del net, batch
     return found
-
-
-# Shape, samples per rank (unequal), and whether the norm has parameters.
-NORMALIZED = [((7, 5, 3, 3), [3, 4], True), ((7, 5), [3, 4], False), ((7, 5, 1, 1), [1, 6], True)]
 
 
 def normalized(shape, affine):

@@ -15,6 +15,9 @@ from virtual_gpus import NotModelled
 
 pytestmark = pytest.mark.usefixtures("gpus_of_the_module")
 GPUS = {"count": 2, "memory": "1 GiB"}
+SOURCE = Path(virtual_gpus_package.__file__).parent
+REFUSALS = (SOURCE.parents[1] / "docs" / "refused.md").read_text(encoding="utf-8")
+NEVER = ("Found no NVIDIA", "compiled with CUDA", "driver version is insufficient", "libcuda", "no GPUs found")
 
 
 @pytest.mark.parametrize("name", ["CUDAGraph", "graph", "MemPool", "ExternalStream", "Stream", "Event"])
@@ -97,11 +100,6 @@ def test_storages_are_made_on_the_gpu():
     assert torch.TypedStorage(3, dtype=torch.half, device="cuda").nbytes() == 6
     with pytest.raises(torch.OutOfMemoryError, match="CUDA out of memory"):
         torch.UntypedStorage(1 << 40, device="cuda")
-
-
-SOURCE = Path(virtual_gpus_package.__file__).parent
-REFUSALS = (SOURCE.parents[1] / "docs" / "refused.md").read_text(encoding="utf-8")
-NEVER = ("Found no NVIDIA", "compiled with CUDA", "driver version is insufficient", "libcuda", "no GPUs found")
 
 
 def x(index: int = 0):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from functools import partial
@@ -165,6 +164,13 @@ def attend(x):
     return scaled_dot_product_attention(q, q, q)
 
 
+def in_parts(start, mend, go_on, mended):
+    state = start()
+    if mended:
+        mend(*state)
+    go_on(*state)
+
+
 IN_PARTS = {  # how it starts, what mends it, how it goes on
     "a result is read too early": (beside(lambda x: x * 2), wait_for_it, lambda x, stream, y: y + 1),
     "it is overwritten while it is read": (
@@ -180,15 +186,6 @@ IN_PARTS = {  # how it starts, what mends it, how it goes on
     "attention": (beside(attend), wait_for_it, lambda x, stream, y: y + 1),
     "an LSTM": (beside(lambda x: nn.LSTM(4, 4).cuda()(x.view(32, 32, 4))[0]), wait_for_it, lambda x, stream, y: y + 1),
 }  # fmt: skip
-
-
-def in_parts(start, mend, go_on, mended):
-    state = start()
-    if mended:
-        mend(*state)
-    go_on(*state)
-
-
 WHOLE = (starts_too_early, a_part_of_it, the_event_is_recorded_too_early, the_event_is_of_another_stream,
          the_event_is_not_asked, replicas_are_summed_too_early, freed_while_another_stream_reads,
          freed_while_another_stream_reads_a_part, resized_while_another_stream_reads, the_optimizer,
@@ -221,17 +218,13 @@ def test_nothing_is_checked_unless_asked_for():
             case(False)
 
 
-def test_what_was_freed_is_kept_once():
+def test_what_was_freed_is_kept_once_and_an_empty_tensor_may_be_recorded_on_a_stream():
     with virtual_gpus(1, check_races=True):
         for start in range(12):
             x = torch.empty(4096, device="cuda")
             on_another_stream(partial(torch.mul, x[start:], 2))
             del x
         assert [len(accesses) for _, accesses in active_machine().follower._freed] == [1] * 12
-
-
-def test_an_empty_tensor_may_be_recorded_on_a_stream():
-    with virtual_gpus(1, check_races=True):
         torch.empty(0, device="cuda").record_stream(torch.cuda.Stream())
 
 
@@ -263,10 +256,7 @@ def ordered(rank):
     dist.all_reduce(x)
     gathered = [torch.zeros_like(x) for _ in range(2)]
     dist.all_gather(gathered, x)
-    if rank:
-        dist.recv(x, 0)
-    else:
-        dist.send(x, 1)
+    dist.recv(x, 0) if rank else dist.send(x, 1)
     for function in (attend, lambda x: rms_norm(x, (8,)), lambda x: nn.LSTM(8, 8).cuda()(x.view(64, 8, 8))[0]):
         y = function(torch.ones(4096, device="cuda", requires_grad=True).view(512, 8))
         y.backward(all_reduce(torch.ones_like(y), "sum", dist.group.WORLD))
@@ -288,14 +278,11 @@ def test_ranks():
             run_ranks(unawaited, 2)
 
 
-def test_the_variable_of_pytorchs_sanitizer(monkeypatch):
+def test_the_variable_of_pytorchs_sanitizer_which_is_off_only_while_gpus_are_on(monkeypatch):
+    """With the variable, every operator goes through it from the import of torch on, and asks the driver."""
     monkeypatch.setenv("TORCH_CUDA_SANITIZER", "1")
     with virtual_gpus(1), pytest.raises(RaceError, match="Race: two uses of the same memory of cuda:0"):
         starts_too_early(False)
-
-
-def test_pytorchs_sanitizer_is_off_only_while_gpus_are_on():
-    """With the variable, every operator goes through it from the import of torch on, and asks the driver."""
     program = """if True:
         import torch
         from torch.cuda._sanitizer import cuda_sanitizer
@@ -306,4 +293,4 @@ def test_pytorchs_sanitizer_is_off_only_while_gpus_are_on():
                 assert not cuda_sanitizer.enabled and torch.ones(2, device="cuda:1").sum() == 2
         assert cuda_sanitizer.enabled
     """
-    subprocess.run([sys.executable, "-c", program], env=os.environ | {"TORCH_CUDA_SANITIZER": "1"}, check=True)
+    subprocess.run([sys.executable, "-c", program], check=True)

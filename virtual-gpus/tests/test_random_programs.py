@@ -148,7 +148,11 @@ class Program:
         return sum(-(-size // 512) * 512 for size in living.values())
 
 
-def check(seeds, steps: int) -> None:
+LONG = [pytest.param(range(n, n + 100), 120, marks=pytest.mark.outside) for n in range(1000, 2000, 100)]
+
+
+@pytest.mark.parametrize(("seeds", "steps"), [(range(30), 40), *LONG])
+def test_programs(seeds, steps):
     cpu = torch.device("cpu")
     with virtual_gpus(2) as gpus:
         for seed in seeds:
@@ -161,13 +165,3 @@ def check(seeds, steps: int) -> None:
                 if torch.cuda.memory_allocated(gpu) != program.expected_bytes(gpu):
                     gc.collect()  # errors that were caught hold frames
                 assert torch.cuda.memory_allocated(gpu) == program.expected_bytes(gpu), f"seed {seed}"
-
-
-def test_short_programs():
-    check(range(30), 40)
-
-
-@pytest.mark.outside
-@pytest.mark.parametrize("hundred", range(10))
-def test_long_programs(hundred):
-    check(range(100 * hundred + 1000, 100 * hundred + 1100), 120)

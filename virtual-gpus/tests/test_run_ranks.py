@@ -20,6 +20,8 @@ from virtual_gpus.testing import RankError, child, run, run_ranks
 from virtual_gpus.testing.hosts import TORCHRUN, run_hosts
 from waiting import until
 
+MODULE = "import torch\nnumber = torch.cuda.device_count()"
+
 
 def children():
     """Processes of this one's that are alive, except the helpers of multiprocessing."""
@@ -123,14 +125,12 @@ def test_from_two_threads_at_once_after_backward_in_the_parent_on_several_thread
 
 
 def test_a_rank_may_end_the_group_itself_and_leave_a_thread_running(monkeypatch):
-    """Without a time limit."""
-
     def work(rank):
         dist.destroy_process_group()
         threading.Thread(target=threading.Event().wait).start()
 
     monkeypatch.setattr("virtual_gpus.testing.run._LEAVE_S", 0.2)
-    assert run_ranks(work, ranks=2, show=False, timeout=None) == [None, None]
+    assert run_ranks(work, ranks=2, show=False, timeout=None) == [None, None]  # no time limit
 
 
 def on_gpu(rank, parents):
@@ -209,9 +209,6 @@ def job():
         }
 
     return seen
-
-
-MODULE = "import torch\nnumber = torch.cuda.device_count()"
 
 
 def test_a_spawned_rank_has_the_surroundings_of_its_parent(tmp_path, monkeypatch, capsys):

@@ -232,8 +232,6 @@ def test_a_rank_that_looks_for_a_file_before_its_function_has_not_started(monkey
 
 @pytest.mark.usefixtures("ranks_that_rest")
 def test_ranks_that_do_not_start_have_a_limit_and_an_error_of_their_own(monkeypatch):
-    """The time limit of the function has not begun."""
-
     def one_never_connects(*args, **named):
         if os.environ["RANK"] == "0":
             time.sleep(1000)

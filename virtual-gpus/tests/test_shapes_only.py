@@ -16,6 +16,12 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from virtual_gpus import virtual_gpus
 from virtual_gpus.dispatch.operators import operator
 
+# A range, a group of channels and a norm of a tensor are not guessed; others have no meta kernel, or are of exports.
+LEFT_OUT = ("_functional_sym", "channel_shuffle", "native_channel_shuffle", "_weight_norm_interface", "mish_backward",
+            "_batch_norm_no_update", "_native_batch_norm_legit_no")  # fmt: skip
+SHAPE = (4, 8, 16, 16)
+OF_CHANNELS = {"weight", "bias", "running_mean", "running_var", "save_mean", "save_invstd"}
+
 
 def test_what_needs_values_says_so_and_cpu_tensors_keep_theirs(tmp_path):
     (tmp_path / "saved.pt").write_text("before")
@@ -40,13 +46,6 @@ def test_what_needs_values_says_so_and_cpu_tensors_keep_theirs(tmp_path):
         assert (x + torch.tensor(1.0)).device.index == 0
         with pytest.raises(RuntimeError, match="found at least two devices, cuda:0 and cuda:1"):
             x + torch.ones(4, 2, device="cuda:1")
-
-
-# A range, a group of channels and a norm of a tensor are not guessed; others have no meta kernel, or are of exports.
-LEFT_OUT = ("_functional_sym", "channel_shuffle", "native_channel_shuffle", "_weight_norm_interface", "mish_backward",
-            "_batch_norm_no_update", "_native_batch_norm_legit_no")  # fmt: skip
-SHAPE = (4, 8, 16, 16)
-OF_CHANNELS = {"weight", "bias", "running_mean", "running_var", "save_mean", "save_invstd"}
 
 
 def argument(given, dtype):

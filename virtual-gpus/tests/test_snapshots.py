@@ -26,6 +26,9 @@ VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])
 memory = torch.cuda.memory
 GPUS = {"count": 2, "memory": "1 GiB"}
 pytestmark = pytest.mark.usefixtures("gpus")
+WRONG = [({name: "cpp"}, RuntimeError, "expected enabled and context to be") for name in ("enabled", "context")]
+REFUSED = [{"enabled": True}, {"skip_actions": ["oom"]}, {"global_record_annotations": True}]
+REFUSED += [{"record_pinned_host_memory": True}, {"record_cuda": False}] if VERSION >= (2, 14) else []
 
 
 def line():
@@ -246,11 +249,6 @@ def test_the_same_events_without_stacks_and_without_values(max_entries):
             found.append([(e["action"], e["addr"], e["size"], e["stream"]) for e in trace()])
     assert found[0] == found[1] == found[2] == found[3]
     assert len(found[0]) == max_entries or 100 < len(found[0]) < max_entries
-
-
-WRONG = [({name: "cpp"}, RuntimeError, "expected enabled and context to be") for name in ("enabled", "context")]
-REFUSED = [{"enabled": True}, {"skip_actions": ["oom"]}, {"global_record_annotations": True}]
-REFUSED += [{"record_pinned_host_memory": True}, {"record_cuda": False}] if VERSION >= (2, 14) else []
 
 
 @pytest.mark.parametrize(("arguments", "error", "words"), WRONG + [(one, NotModelled, "history") for one in REFUSED])

@@ -150,9 +150,7 @@ def test_kernels_in_cuda_are_refused_before_a_compiler_runs(monkeypatch, tmp_pat
 
 
 def test_a_finalizer_may_import_while_gpus_go_on_and_change_what_a_module_holds_while_they_go_off(monkeypatch):
-    """The garbage collector comes at any line."""
-
-    def work(phase, info):
+    def work(phase, info):  # the garbage collector comes at any line
         module.table[len(module.table)] = None
         monkeypatch.setitem(sys.modules, f"imported_late_{len(sys.modules)}", types.ModuleType("imported_late"))
 
