@@ -85,16 +85,7 @@ class Flops(NamedTuple):
 
 
 class Reached(NamedTuple):
-    """What kernels reach of the data sheet, the same for all networks. All except `kernel` are fractions from 0 to 1.
-
-    kernel: seconds of the shortest kernel.
-    memory: fraction of the bandwidth for kernels that read and write in order.
-    simt: fraction of the fp32 and fp64 peak for matrix multiplications.
-    tensor: fraction of the tensor cores' peak for matrix multiplications.
-    conv: fraction of the fp32 and fp64 peak for convolutions.
-    tensor_conv: fraction of the tensor cores' peak for convolutions in TF32, whose kernels need another image layout.
-    conv_in_two_bytes: fraction of the tensor cores' peak for large convolutions in fp16 and bf16, channels last.
-    """
+    """[reached] in `figures/kinds`, whose README.md says what each is: kernel in seconds, all others from 0 to 1."""
 
     kernel: float
     memory: float

@@ -36,17 +36,8 @@ HELD_BY_COLLECTIVES = figures.read("links.toml")["collectives"]["held"]  # part 
 
 
 class HostCosts(NamedTuple):
-    """Seconds that one host thread needs to issue work, in Python and C++ together: [host] in `figures/host.toml`.
-
-    view: an operator that starts no kernel.
-    operator: an operator that starts a kernel and creates a tensor.
-    in_place: an operator that starts a kernel and creates no tensor.
-    kernel: each additional kernel of an operator.
-    training: the additional time per operator for modules, nodes and gradients, while autograd records or runs.
-    copy: a copy between devices. pageable_copy: a copy through the driver's buffer.
-    wait: the time until the host notices that a GPU is done.
-    pageable: bytes per second of the host's copies between pageable and pinned memory, the only rate here.
-    """
+    """What one host thread needs to issue work, in Python and C++ together, in seconds: [host] in `figures/host.toml`,
+    which says what each is. pageable: bytes per second."""
 
     view: float
     operator: float
