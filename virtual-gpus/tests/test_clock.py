@@ -238,8 +238,8 @@ def convolution(out, into, kind="H200", bias=False, precision="tf32", groups=1, 
     x, w, y = (Operand(shape, size, _strides(shape, last)) for shape in (images, filters, result))
     inputs, outputs = ((y, x, w), (x, w)) if backward else ((x, w, *[Operand((out,), size)] * bias), (y,))
     how = {"stride": (1,), "transposed": False, "output_padding": (0,), "groups": groups, "output_mask": (1, 1, 0)}
-    row = ROWS["convolution_backward" if backward else "convolution"].cost
-    return row.cost(Operation("", inputs, outputs, spec(kind), precision, arguments=how)).seconds
+    time = ROWS["convolution_backward" if backward else "convolution"].time
+    return time.formula(Operation("", inputs, outputs, spec(kind), precision, arguments=how)).seconds
 
 
 def _strides(shape, last: bool) -> tuple[int, ...]:

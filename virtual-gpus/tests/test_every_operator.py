@@ -104,12 +104,12 @@ def test_a_type_that_is_asked_for_takes_its_time_whatever_was_asked_before():
 def test_the_forms_of_an_operator_share_a_class_of_time():
     bases = {operator(func).base: operator(func) for func in every_overload()}  # `out=` has the same name
     in_place = {name for name in bases if name.removesuffix("_") in bases.keys() - {name}}
-    different = {name for name in in_place if row_of(name).cost != row_of(name.removesuffix("_")).cost}
+    different = {name for name in in_place if row_of(name).time != row_of(name.removesuffix("_")).time}
     # Their functional forms serve functionalization alone and copy the argument first, or read what they draw by.
     apart = {"_index_put_impl_", "resize_", "set_", "zero_", "bernoulli_", "cauchy_", "exponential_", "geometric_",
              "log_normal_", "normal_", "random_", "uniform_"}  # fmt: skip
     assert different == apart and {"cumsum_", "addr_", "fill_"} < in_place
-    assert not [name for name in in_place if row_of(name).cost is cost.CHARGED_ELSEWHERE]
+    assert not [name for name in in_place if row_of(name).time is cost.CHARGED_ELSEWHERE]
     assert operator(torch.ops.aten.add_.Tensor).recipe is not operator(torch.ops.aten.add.Tensor).recipe
 
 
@@ -120,7 +120,7 @@ def test_what_only_writes_random_numbers_is_in_one_class():
         read = {a.name for a in func._schema.arguments if "Tensor" in str(a.type)} - facts.written
         if torch.Tag.nondeterministic_seeded in func.tags and (not read or facts.base.endswith("_like")):
             drawn.add(facts.base)
-    others = {name for name in drawn if row_of(name).cost != row_of("fill_").cost}
+    others = {name for name in drawn if row_of(name).time != row_of("fill_").time}
     # They sort or read, though no tensor beside the one that they write on. The last two exist for CUDA alone.
     apart = {"randperm", "normal", "rrelu_with_noise_", "_fill_mem_eff_dropout_mask_", "_cudnn_init_dropout_state"}
     assert others <= apart and {"rand_like", "randint", "geometric_", "cauchy_"} < drawn, others

@@ -42,8 +42,8 @@ def test_operators_that_only_move_their_bytes_are_near_the_kernels_of_the_h200()
     for name in ("gpt_small_b8", "resnet50_64px_b32"):
         for total, seconds in zip((real, modelled), clock.kernels_of(name), strict=False):
             total.update(seconds)
-    rows = [op for op, row in ROWS.items() if row.cost is not cost.READS_AND_WRITES
-            and inspect.getclosurevars(row.cost.cost).nonlocals.get("nbytes") is cost.all_bytes]  # fmt: skip
+    rows = [op for op, row in ROWS.items() if row.time is not cost.READS_AND_WRITES
+            and inspect.getclosurevars(row.time.formula).nonlocals.get("nbytes") is cost.all_bytes]  # fmt: skip
     ratios = {name: modelled[name] / real[name] for name in rows if real[name]}
     assert len(ratios) >= 4 and all(0.75 < ratio < 1.25 for ratio in ratios.values()), ratios
 

@@ -30,7 +30,7 @@ class OperatorClass(NamedTuple):
     asks_cudnn: whether it also wants to know if cuDNN is enabled (`Operation.cudnn`).
     """
 
-    cost: Formula
+    formula: Formula
     is_fusible: bool = True
     tf32_setting: str = ""
     depends_on_strides: bool = False

@@ -43,7 +43,7 @@ Route = Callable[["OpCall"], Any]  # gives what the operator returns
 class Row:
     """What a feature knows of an operator.
 
-    cost: how long it takes. recipe: how CUDA uses memory for it, see `features.recipes`. check: what CUDA refuses or
+    time: how long it takes. recipe: how CUDA uses memory for it, see `features.recipes`. check: what CUDA refuses or
     waits for before it runs. cpu_kernel: given an overload, what computes in the place of the CPU's kernel, or None.
     on_host: the arguments that CUDA wants, or takes, on the CPU. mixture: given an `OpCall`, an argument's name, the
     device of those before it and its own, the error for it, or None for the usual one. crosses: whether its tensors, or
@@ -51,7 +51,7 @@ class Row:
     on values, and need not wait.
     """
 
-    cost: OperatorClass
+    time: OperatorClass
     recipe: Route | None = None
     check: Callable[[OpCall], None] | None = None
     cpu_kernel: Callable[[torch._ops.OpOverload], Callable[..., Any] | None] | None = None
@@ -80,7 +80,7 @@ def row_of(name: str) -> Row:
 
 def cost(name: str, inputs: Parts, outputs: Parts, spec: GPUSpec, precision: Precision = "fp32") -> Cost:
     """What the ATen operator `name` (no overload) takes on a GPU of `spec`."""
-    return row_of(name).cost.cost(Operation(name, tuple(inputs), tuple(outputs), spec, precision))
+    return row_of(name).time.formula(Operation(name, tuple(inputs), tuple(outputs), spec, precision))
 
 
 class Operator:
@@ -97,8 +97,8 @@ class Operator:
         self._read_namespace(func)
         self._read_random_numbers(func)
         self.needs_values = bool({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & self.tags)
-        self.arguments = tuple(name for name in self.row.cost.arguments if name in self.positions)
-        self.wants_more = self.row.cost.depends_on_strides or bool(self.arguments)
+        self.arguments = tuple(name for name in self.row.time.arguments if name in self.positions)
+        self.wants_more = self.row.time.depends_on_strides or bool(self.arguments)
         self.check = self.row.check or (_refuse if self.is_missing else None)
         self.recipe = self.row.recipe or OpCall.run
         self.route = ROUTES[self.kind]

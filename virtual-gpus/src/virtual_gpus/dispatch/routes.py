@@ -52,7 +52,7 @@ def particular(call: OpCall) -> Any:
     is_dense = call.on_one_gpu or all(map(has_storage, call.tensors))  # CUDA has other kernels for sparse tensors
     result = op.recipe(call) if is_dense else call.run()
     charge_op(call, result)
-    if reads and not (op.row.recipe and op.row.cost is CHARGED_ELSEWHERE):  # else the parts that it ran have waited
+    if reads and not (op.row.recipe and op.row.time is CHARGED_ELSEWHERE):  # else the parts that it ran have waited
         charge_read(call)
     return result
 

@@ -204,12 +204,12 @@ def _filled(call: OpCall) -> list[torch.Tensor]:
 def _more(call: OpCall) -> tuple[Any, ...]:
     """The parts of a `_More`, in a tuple, which takes less time to make."""
     op, strides = call.op, ()
-    row = op.row.cost
-    if row.depends_on_strides:  # what has a storage of its own has strides
+    time = op.row.time
+    if time.depends_on_strides:  # what has a storage of its own has strides
         strides = tuple(map(_stride if call.on_one_gpu else _strides, call.tensors))
     arguments = op.arguments and _plain(list(map(call.__getitem__, op.arguments)))
-    setting = row.tf32_setting
-    return strides, arguments, setting and _allows_tf32("cuda", setting), row.asks_cudnn and _cudnn_enabled()
+    setting = time.tf32_setting
+    return strides, arguments, setting and _allows_tf32("cuda", setting), time.asks_cudnn and _cudnn_enabled()
 
 
 def _plain(value: Any) -> Any:
@@ -224,7 +224,7 @@ def _plain(value: Any) -> Any:
 def _operation(call: OpCall, made: TensorList, given: tuple[Any, ...] | None) -> Operation:
     """What the formula is given, which is no more than the key of `_kept` has. made: the results, or what was written.
     given: what `_more` says."""
-    op, row, more = call.op, call.op.row.cost, _More(*given or ())
+    op, time, more = call.op, call.op.row.time, _More(*given or ())
     outputs, inputs = (tuple(Operand(tuple(t.shape), t.itemsize) for t in tensors) for tensors in (made, call.tensors))
     if more.strides:
         inputs = tuple(part._replace(strides=at) for part, at in zip(inputs, more.strides, strict=True))
@@ -234,9 +234,9 @@ def _operation(call: OpCall, made: TensorList, given: tuple[Any, ...] | None) ->
         outputs = inputs[:1]
     dtypes = [tensor.dtype for tensor in call.tensors]
     return Operation(
-        op.base, inputs, outputs, call.gpu.spec, precision_of(row.tf32_setting, dtypes),
+        op.base, inputs, outputs, call.gpu.spec, precision_of(time.tf32_setting, dtypes),
         parts=1 + any(dtype.is_complex for dtype in dtypes), in_place=op.in_place,
-        arguments=dict(zip(op.arguments, more.arguments, strict=True)), cudnn=more.cudnn or not row.asks_cudnn,
+        arguments=dict(zip(op.arguments, more.arguments, strict=True)), cudnn=more.cudnn or not time.asks_cudnn,
     )  # fmt: skip
 
 
@@ -244,7 +244,7 @@ def _keep(key: Any, gpu: VirtualGPU, op: Operator, operation: Operation) -> Laun
     """The times of an operator by its formula, kept by `key`."""
     if len(_kept) > _MOST:
         _kept.clear()
-    needs = _kept[key] = times(gpu, op.row.cost.cost(operation), in_place=bool(op.written) and not operation.lists)
+    needs = _kept[key] = times(gpu, op.row.time.formula(operation), in_place=bool(op.written) and not operation.lists)
     return needs
 
 

@@ -161,7 +161,7 @@ def _matrices(operation: Operation, bias: int = 0) -> Cost:
 
 
 _PRODUCT = OperatorClass(_matrices, is_fusible=False, tf32_setting="matmul", depends_on_strides=True)
-_ADDED = _PRODUCT._replace(cost=lambda operation: _matrices(operation, bias=1))
+_ADDED = _PRODUCT._replace(formula=lambda operation: _matrices(operation, bias=1))
 _VECTOR = moves("vector", is_fusible=False, host=_HOST)
 _of = functools.partial(functools.partial, with_workspace)  # the recipe, with what it needs of an operator
 OPERATORS = {

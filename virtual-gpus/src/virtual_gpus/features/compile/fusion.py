@@ -106,14 +106,14 @@ class Fusion(Charger[VirtualGPU]):
             return False
         if call.op.is_view:
             return True
-        given, cost = set(map(allocation_of, call.tensors)), call.op.row.cost
+        given, time = set(map(allocation_of, call.tensors)), call.op.row.time
         filled = [tensor for name, tensor in call.named_tensors() if name in call.op.filled]
         written = {allocation_of(tensor): nbytes(tensor) for tensor in tensors_in(result) or filled}
         if isinstance(owner, _CompiledCall):
             owner.made.update(allocation for allocation in written if allocation not in given and allocation)
-        if not cost.is_fusible:
+        if not time.is_fusible:
             return False
-        reads: list[torch.Tensor] = [] if cost is row_of("zeros").cost else call.tensors
+        reads: list[torch.Tensor] = [] if time is row_of("zeros").time else call.tensors
         if call.op.outputs:  # which it does not read
             reads = [tensor for tensor in reads if not any(tensor is target for target in filled)]
         self._read(call.gpu, call.op.base, reads, owner)

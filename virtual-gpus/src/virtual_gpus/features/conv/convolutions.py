@@ -166,7 +166,7 @@ def weight_elsewhere(call: OpCall, name: str, common: torch.device, device: torc
 
 _TIMES = OperatorClass(convolution_costs.forward, is_fusible=False, tf32_setting="conv", depends_on_strides=True)
 _FORWARD = _TIMES._replace(arguments=DECIDING, asks_cudnn=True)
-_BACKWARD = _FORWARD._replace(cost=convolution_costs.backward, arguments=(*_FORWARD.arguments, "output_mask"))
+_BACKWARD = _FORWARD._replace(formula=convolution_costs.backward, arguments=(*_FORWARD.arguments, "output_mask"))
 OPERATORS = {
     "convolution": Row(_FORWARD, convolution, cpu_kernel=widened, mixture=weight_elsewhere),
     "convolution_backward": Row(_BACKWARD, convolution_backward, cpu_kernel=widened),

@@ -189,7 +189,7 @@ def _put_bytes(operation: Operation) -> int:
 
 def _put_cost(operation: Operation) -> Cost:
     """What is added up is sorted first: indices, and where each was."""
-    parts = [_WRITES_NAMED.cost(operation), *[_SORTS.cost(operation)] * operation.arguments["accumulate"]]
+    parts = [_WRITES_NAMED.formula(operation), *[_SORTS.formula(operation)] * operation.arguments["accumulate"]]
     return Cost(sum(part.seconds for part in parts), sum(part.kernels for part in parts))
 
 
@@ -212,7 +212,7 @@ _ADDS = _writes(lambda operation: 3 * operation.inputs[-1].nbytes)  # only the n
 _COPIES = _writes(lambda operation: 2 * operation.inputs[-1].nbytes)
 _WRITES_NAMED, _FILLS = _writes(_put_bytes, "indices", "accumulate"), _writes(_named_bytes, "dim")
 _SORTS = moves("sort", lambda operation: 32 * max((prod(part.shape) for part in operation.inputs[1:-1]), default=0))
-_PUTS = _WRITES_NAMED._replace(cost=_put_cost)
+_PUTS = _WRITES_NAMED._replace(formula=_put_cost)
 _SCATTERS = _writes(_scattered_bytes, "reduce", "accumulate")
 _ZEROS_AND_VALUES = moves("zeros_and_values", lambda operation: operation.nbytes + bytes_of(operation.inputs))
 _OF_BAGS = not_deterministic("embedding_bag_backward_cuda_max", lambda call: call["mode"] == _MAX)

@@ -123,7 +123,7 @@ def _batch_norm_cost(operation: Operation) -> Cost:
     settings = operation.precision == "bf16", operation.cudnn, training, mask
     on_cudnn, last, adds = choose(images, weight, *settings)
     if not adds:
-        return COPIES.cost(operation)
+        return COPIES.formula(operation)
     channels, processors = images.shape[1], operation.spec.multi_processor_count
     direction = FIGURES["batch_norm_backward" if backward else "batch_norm_forward"]
     if not (on_cudnn or last):
