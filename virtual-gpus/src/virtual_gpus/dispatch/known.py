@@ -15,7 +15,8 @@ import torch
 
 from virtual_gpus.placement.storages import tensors_in
 
-Args, Kwargs, Run = tuple[Any, ...], dict[str, Any], Callable[[], Any]
+Args, Kwargs = tuple[Any, ...], dict[str, Any]
+Run = Callable[[Args, Kwargs], Any]
 _MISSING = object()
 _FIRST = object()  # the answer of an operator in place: its first argument
 _META = torch.device("meta")
@@ -45,36 +46,29 @@ class _Unusual(Exception):
 _known: dict[Any, Any] = {}  # question -> a form, None, a list or tuple of these, or _FIRST
 
 
-def ask(op: object, args: Args, kwargs: Kwargs, run: Run, by_element: bool, in_place: bool) -> Any:
-    """The results of an operator on meta tensors: made at once if they are known, else by `run()`.
+def ask(
+    asks: object, run: Run, args: Args, kwargs: Kwargs, by_element: bool, in_place: bool = False, modes: int = 0
+) -> Any:
+    """The results of an operator or function on meta tensors: made at once if known, else by `run(args, kwargs)`.
 
-    by_element: it takes lists. in_place: its result is its first argument.
+    asks: the operator or function. by_element: it takes lists. in_place: its result is its first argument. modes: how
+    many dispatch modes are on, unless there is another one, which wants to see every operator.
     """
-    if torch._C._len_torch_dispatch_stack():  # another mode wants to see every operator
-        return run()
-    return _answer(op, args, kwargs, run, by_element, in_place)
-
-
-def computed(function: Callable[..., Any], *args: Any) -> Any:
-    """The results of `function(*args)`, several operators on meta tensors: made at once if known, as an operator's."""
-    if torch._C._len_torch_dispatch_stack() != 1:
-        return function(*args)
-    return _answer(function, args, {}, lambda: function(*args), False, False)
-
-
-def _answer(asks: object, args: Args, kwargs: Kwargs, run: Run, by_element: bool, in_place: bool) -> Any:
-    """asks: the operator or function."""
+    if torch._C._len_torch_dispatch_stack() != modes:
+        return run(args, kwargs)
     asked = [asks, torch.get_default_dtype(), torch._C._get_deterministic_algorithms()]
-    try:
-        asked += [_part(value, by_element) for value in args]
-        asked += [(name, _part(value, by_element)) for name, value in kwargs.items()]
+    try:  # no comprehensions: each is a call
+        for value in args:
+            asked.append(_part(value, by_element))
+        for name, value in kwargs.items():
+            asked += name, _part(value, by_element)
     except _Unusual:
-        return run()
+        return run(args, kwargs)
     question = tuple(asked)
     answer = _known.get(question, _MISSING)
     if answer is not _MISSING:
         return args[0] if answer is _FIRST else _made(answer)
-    result = run()
+    result = run(args, kwargs)
     given = {tensor.untyped_storage()._cdata for tensor in tensors_in(args)}
     try:
         answer = _FIRST if in_place and result is args[0] else _form(result, given)
@@ -84,6 +78,11 @@ def _answer(asks: object, args: Args, kwargs: Kwargs, run: Run, by_element: bool
         _known.clear()
     _known[question] = answer
     return result
+
+
+def computed(function: Callable[..., Any], *args: Any) -> Any:
+    """The results of `function(*args)`, several operators on meta tensors: made at once if known, as an operator's."""
+    return ask(function, lambda args, kwargs: function(*args, **kwargs), args, {}, by_element=False, modes=1)
 
 
 def _part(value: Any, by_element: bool) -> Any:

@@ -8,9 +8,7 @@ which GPU, and its kernel.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -267,11 +265,12 @@ class OpCall:
 
     def compute(self) -> Any:
         """Run the operator's own kernel. Its results hold no GPU memory yet: `place` them, in CUDA's order."""
-        if self.op.draws:
-            return _draw(self)
-        if self.gpu.machine.shapes_only:
-            return _ask(self, lambda: _run(self, self.kernel, self.args, self.kwargs))
-        return _run(self, self.kernel, self.args, self.kwargs)
+        op = self.op
+        if op.draws:
+            return self._draw()
+        if self.gpu.machine.shapes_only and op.keeps_answers:
+            return known.ask(op, self._run, self.args, self.kwargs, op.by_element, op.in_place)
+        return self._run(self.args, self.kwargs)
 
     def place(self, result: Any) -> Any:
         """Give results their blocks on the GPU: a tensor, None, or lists of them; `out=` grows. Returns `result`."""
@@ -299,60 +298,52 @@ class OpCall:
         """Run what CUDA does in place of `tensor`, and PyTorch here does not: the result takes its block over."""
         return put(self.compute(), tensor.untyped_storage()._record)  # type: ignore  # see `record_of`
 
-    def scratch(self, *sizes: int) -> AbstractContextManager[None]:
+    def scratch(self, *sizes: int) -> scratch:
         """Blocks that CUDA's kernel takes on the way, in order: `with call.scratch(nbytes):`. Raises OutOfMemory."""
         return scratch(self.gpu, *sizes)
 
+    # ---- kernels ----
 
-# ---- kernels ---------------------------------------------------------------------------------------------------------
+    def _draw(self) -> Any:
+        """The results of an operator that draws numbers: from the generator that was asked for, or the GPU's own."""
+        op, args, kwargs, gpu, generator = self.op, self.args, self.kwargs, self.gpu, None
+        if op.has_generator:
+            generator = asked_generator(self, "cuda") or default_generator(gpu)
+            given = None if gpu.machine.shapes_only else generator  # PyTorch's kernels in Python take none
+            kwargs = {**kwargs, "generator": given}
+            if len(args) > (position := op.names.index("generator")):
+                args = (*args[:position], kwargs.pop("generator"), *args[position + 1 :])
+        elif op.with_generator is not None:
+            generator = default_generator(gpu)
+            self.kernel, kwargs = op.with_generator, {**kwargs, "generator": generator}
+        asks = gpu.machine.shapes_only and op.keeps_answers
+        result = known.ask(op, self._run, args, kwargs, op.by_element, op.in_place) if asks else self._run(args, kwargs)
+        if generator is not None:
+            elements = result.numel() if isinstance(result, torch.Tensor) else 1
+            count_draws(generator, elements, gpu.spec.multi_processor_count * gpu.spec.threads)
+        return result
 
-
-def _draw(call: OpCall) -> Any:
-    """The results of an operator that draws numbers: from the generator that was asked for, or from the GPU's own."""
-    op, kernel, args, kwargs, generator = call.op, call.kernel, call.args, call.kwargs, None
-    if op.has_generator:
-        generator = asked_generator(call, "cuda") or default_generator(call.gpu)
-        given = None if call.gpu.machine.shapes_only else generator  # PyTorch's kernels in Python take none
-        kwargs = {**kwargs, "generator": given}
-        if len(args) > (position := op.names.index("generator")):
-            args = (*args[:position], kwargs.pop("generator"), *args[position + 1 :])
-    elif op.with_generator is not None:
-        generator = default_generator(call.gpu)
-        kernel, kwargs = op.with_generator, {**kwargs, "generator": generator}
-    run = partial(_run, call, kernel, args, kwargs)
-    result = _ask(call, run) if call.gpu.machine.shapes_only else run()
-    if generator is not None:
-        elements = result.numel() if isinstance(result, torch.Tensor) else 1
-        count_draws(generator, elements, call.gpu.spec.multi_processor_count * call.gpu.spec.threads)
-    return result
-
-
-def _ask(call: OpCall, run: Callable[[], Any]) -> Any:
-    """What `run()` gives for tensors without values, by what was answered before."""
-    op = call.op
-    return known.ask(op, call.args, call.kwargs, run, op.by_element, bool(op.written)) if op.keeps_answers else run()
-
-
-def _run(call: OpCall, kernel: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    this_thread.in_kernel = True
-    try:
-        if call.op.draws_by_default:
-            with drawing_from(default_generator(call.gpu)):
-                return kernel(*args, **kwargs)
-        return kernel(*args, **kwargs)
-    except RuntimeError as error:
-        if "DefaultCPUAllocator" in str(error):
-            raise MemoryError(
-                f"This computer ran out of its own memory in {call.op.name}. Virtual GPUs keep their tensors in that "
-                "memory. Use a smaller batch, or use shapes_only=True, which keeps no values."
-            ) from None
-        if str(error).startswith("Could not run '") and "'CPU' backend" in str(error):
-            raise errors.not_modelled(f"{call.func.name()}, which exists only for CUDA") from None
-        if call.gpu.machine.shapes_only and "run this operator with Meta tensors" in str(error):
-            raise errors.needs_values(call.op.base) from None
-        raise
-    finally:
-        this_thread.in_kernel = False
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What the kernel computes of these arguments."""
+        this_thread.in_kernel = True
+        try:
+            if self.op.draws_by_default:
+                with drawing_from(default_generator(self.gpu)):
+                    return self.kernel(*args, **kwargs)
+            return self.kernel(*args, **kwargs)
+        except RuntimeError as error:
+            if "DefaultCPUAllocator" in str(error):
+                raise MemoryError(
+                    f"This computer ran out of its own memory in {self.op.name}. Virtual GPUs keep their tensors in "
+                    "that memory. Use a smaller batch, or use shapes_only=True, which keeps no values."
+                ) from None
+            if str(error).startswith("Could not run '") and "'CPU' backend" in str(error):
+                raise errors.not_modelled(f"{self.func.name()}, which exists only for CUDA") from None
+            if self.gpu.machine.shapes_only and "run this operator with Meta tensors" in str(error):
+                raise errors.needs_values(self.op.base) from None
+            raise
+        finally:
+            this_thread.in_kernel = False
 
 
 def asked_generator(call: OpCall, device: str) -> torch.Generator | None:

@@ -120,10 +120,10 @@ def with_workspace(call: OpCall, kernel: str = "", matrices: slice = _NONE, lt: 
         return result
     handles: Handles = call.gpu.feature_state.get(_handles) or _handles.of(call.gpu)  # the former spares calls
     given = call.args[matrices]
-    if all(map(torch.Tensor.is_contiguous, given)):
+    if all(map(torch.Tensor.is_contiguous, given)) or not (copies := list(filter(None, map(copied_bytes, given)))):
         handles.work(lt)
         return result
-    with call.scratch(*filter(None, map(copied_bytes, given))):
+    with call.scratch(*copies):
         handles.work(lt)
     return result
 
@@ -140,7 +140,7 @@ def _has_lt_bias(call: OpCall) -> bool:
     """
     bias, _, mat2 = call.args[:3]
     shape = mat2.shape
-    if call["beta"] != 1 or bias.dtype not in _LT_TYPES or len(shape) != 2 or min(shape) < 2:
+    if call.kwargs.get("beta", 1) != 1 or bias.dtype not in _LT_TYPES or len(shape) != 2 or min(shape) < 2:
         return False
     if bias.is_contiguous() and 1 <= bias.dim() <= 2 and bias.numel() == bias.shape[-1] == shape[1]:
         return True
