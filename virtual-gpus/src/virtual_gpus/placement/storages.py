@@ -90,17 +90,25 @@ class scratch:
     def __init__(self, gpu: VirtualGPU, *sizes: int):
         self._gpu, self._sizes, self._held = gpu, sizes, list[ScratchBlock]()
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> scratch:
         try:
             for size in self._sizes:
                 self._held.append(ScratchBlock(self._gpu, size))
         except BaseException:
-            self.__exit__()
+            self.close()
             raise
+        return self
 
-    def __exit__(self, *error: object) -> None:
-        while self._held:  # the last one first
+    def take(self, nbytes: int) -> None:
+        """One more block."""
+        self._held.append(ScratchBlock(self._gpu, nbytes))
+
+    def close(self, *error: object) -> None:
+        """Give all blocks back, the last one first."""
+        while self._held:
             self._held.pop()
+
+    __exit__ = close
 
 
 def nbytes(tensor: torch.Tensor) -> int:

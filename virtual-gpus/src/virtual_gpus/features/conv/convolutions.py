@@ -9,8 +9,8 @@ them, and empties the cache afterwards. That one is an estimate, by Winograd's n
 
 from __future__ import annotations
 
-from contextlib import ExitStack, suppress
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -45,13 +45,20 @@ def _lies_last(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
 
 def _shape(call: OpCall, x: Tensor, weight: Tensor, y: Tensor, layout: torch.memory_format) -> workspaces.Shape:
     """What decides about cuDNN's workspaces for `x -> y`; a transposed convolution is a gradient, from y to x."""
-    large, kernel, small = (y, weight, x) if call["transposed"] else (x, weight, y)
-    row = (1,) if x.dim() == 3 else ()  # 1d: images of one row
-    image, window, out = ((*row, *tensor.shape[2:]) for tensor in (large, kernel, small))
+    large, small = (y, x) if call["transposed"] else (x, y)
     last, strided, spec = layout is not torch.contiguous_format, max(call["stride"]) > 1, call.gpu.spec
-    return workspaces.Shape(large.shape[0], large.shape[1], small.shape[1], call["groups"], image, window, out, strided,
-                            x.itemsize, last, precision_of("conv", [x.dtype]) in spec.tensor_cores,
-                            spec.multi_processor_count)  # fmt: skip
+    cores = precision_of("conv", [x.dtype]) in spec.tensor_cores
+    return _shape_of(large.shape, weight.shape, small.shape, call["groups"], strided, x.itemsize, last, cores,
+                     spec.multi_processor_count)  # fmt: skip
+
+
+@lru_cache(maxsize=4096)
+def _shape_of(
+    large: tuple[int, ...], kernel: tuple[int, ...], small: tuple[int, ...], groups: int, *others: Any
+) -> workspaces.Shape:
+    row = (1,) if len(large) == 3 else ()  # 1d: images of one row
+    image, window, out = ((*row, *sizes[2:]) for sizes in (large, kernel, small))
+    return workspaces.Shape(large[0], large[1], small[1], groups, image, window, out, *others)
 
 
 _sizes = Kept(lambda gpu: dict[tuple[workspaces.Step, workspaces.Shape], int]())  # bytes, so far, by step
@@ -71,14 +78,16 @@ def _with_cudnn(gpu: VirtualGPU, step: workspaces.Step, shape: workspaces.Shape)
 
 def _try(gpu: VirtualGPU, size: int) -> None:
     if size:
-        with suppress(OutOfMemory):  # another kernel needs less
+        try:
             ScratchBlock(gpu, size)
+        except OutOfMemory:
+            return  # another kernel needs less
 
 
-def _packed(copies: ExitStack, gpu: VirtualGPU, tensor: Tensor, layout: torch.memory_format) -> None:
+def _packed(copies: scratch, tensor: Tensor, layout: torch.memory_format) -> None:
     """Have a packed copy of `tensor` until `copies` closes, unless it has this layout already."""
     if not tensor.is_contiguous(memory_format=layout):
-        copies.enter_context(scratch(gpu, nbytes(tensor)))
+        copies.take(nbytes(tensor))
 
 
 # ---- forward -------------------------------------------------------------------------------------------------------
@@ -94,10 +103,10 @@ def convolution(call: OpCall) -> Tensor:
     if call.op.written or not x.numel():  # `out=` decides the layout itself; nothing in, nothing to do
         return call.run()
     result, (on_cudnn, layout) = call.compute(), _kernels(call, x, weight)
-    with ExitStack() as copies:
-        _packed(copies, call.gpu, x, layout)
+    with call.scratch() as copies:
+        _packed(copies, x, layout)
         result = call.place(result.contiguous(memory_format=layout))  # the CPU's picks its own
-        _packed(copies, call.gpu, weight, layout)
+        _packed(copies, weight, layout)
         if on_cudnn:
             step = workspaces.data_gradient if call["transposed"] else workspaces.forward
             _with_cudnn(call.gpu, step, _shape(call, x, weight, result, layout))
@@ -126,30 +135,30 @@ def _cudnn_gradients(call: OpCall, for_x: MaybeTensor, for_weight: MaybeTensor, 
     # packed, and each call copies it anew. A transposed convolution's backward asks for `contiguous` instead.
     last = _lies_last(x.shape, x.stride())
     packed = call["transposed"] or _lies_last(grad.shape, grad.stride()) is not last
-    with ExitStack() as copies, ExitStack() as held:
+    with call.scratch() as copies, call.scratch() as held:
         if for_weight is not None:
-            _packed(held, gpu, x, layout)
+            _packed(held, x, layout)
         if packed:
-            _packed(held, gpu, grad, CHANNELS_LAST[x.dim()] if last else torch.contiguous_format)
+            _packed(held, grad, CHANNELS_LAST[x.dim()] if last else torch.contiguous_format)
         if for_x is not None:
             call.place(for_x)
-            _packed(copies, gpu, weight, layout)
+            _packed(copies, weight, layout)
             if not packed:
-                _packed(copies, gpu, grad, layout)
+                _packed(copies, grad, layout)
             _with_cudnn(gpu, workspaces.forward if call["transposed"] else workspaces.data_gradient, shape)
             copies.close()
         if for_weight is not None:
             if not packed:
-                _packed(copies, gpu, grad, layout)
+                _packed(copies, grad, layout)
             call.place(for_weight)
             _with_cudnn(gpu, workspaces.weight_gradient, shape)
 
 
 def _own_gradients(call: OpCall, for_x: MaybeTensor, for_weight: MaybeTensor, layout: torch.memory_format) -> None:
     """PyTorch's own kernels (DepthwiseConv2d.cu, DepthwiseConv3d.cu): filters first, no workspace."""
-    with ExitStack() as copies:
-        _packed(copies, call.gpu, call["grad_output"], layout)
-        _packed(copies, call.gpu, call["input"], layout)
+    with call.scratch() as copies:
+        _packed(copies, call["grad_output"], layout)
+        _packed(copies, call["input"], layout)
         call.place((for_weight, for_x))
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from functools import lru_cache, partial
 from math import prod
+from typing import Any
 
 import torch
 
@@ -16,7 +17,7 @@ from virtual_gpus.clock.work import Cost, Operand, Operation
 from virtual_gpus.dispatch.operators import OpCall, Row
 from virtual_gpus.features.recipes import FIGURES, moves
 from virtual_gpus.features.recipes.packed_inputs import packed_copies
-from virtual_gpus.placement.storages import StorageAllocation, gpu_of, put
+from virtual_gpus.placement.storages import StorageAllocation
 
 _MANY_ROWS = 64 * 1024
 # MAX_BLOCK_SIZE, ELEMENTS_PER_THREAD, OPTIMAL_TILE_W, MAX_H_BLOCK of channels-last kernels; the fewest blocks that pay
@@ -34,10 +35,13 @@ def _with_statistics(call: OpCall, nbytes: int, *then: int) -> tuple[torch.Tenso
     result = call.compute()
     call.place(result[0])
     for statistic in result[1:]:
-        if gpu_of(statistic) is None:
-            put(statistic, StorageAllocation(call.gpu, nbytes))
-    with call.scratch(*then):
-        return call.place(result)
+        storage: Any = statistic.untyped_storage()
+        if storage._record.gpu is None:  # else it was given, as `out=`
+            storage._record = StorageAllocation(call.gpu, nbytes)
+    if then:
+        with call.scratch(*then):
+            pass
+    return result
 
 
 def layer_norm_backward(call: OpCall) -> tuple[torch.Tensor, ...]:
@@ -64,7 +68,6 @@ def group_norm_backward(call: OpCall) -> tuple[torch.Tensor, ...]:
         return call.run(*[channels] * (2 if call["weight"] is None else 3), groups, groups)
 
 
-@lru_cache(maxsize=4096)
 def choose(
     images: Operand, weight: int, bf16: bool, cudnn: bool, training: bool, mask: tuple[bool, ...]
 ) -> tuple[bool, bool, bool]:
@@ -89,18 +92,30 @@ def batch_norm(call: OpCall) -> tuple[torch.Tensor, ...]:
     """And backward. cuDNN wants a packed gradient; kernels for channels that lie together take partial sums."""
     tensor, weight, backward = call["input"], call["weight"], "train" in call.op.positions
     training, mask = (call["train"], tuple(call["output_mask"])) if backward else (call["training"], ())
-    how = tensor.dtype == torch.bfloat16, torch._C._get_cudnn_enabled(), training, mask
-    images = Operand(tensor.shape, tensor.itemsize, tensor.stride())
-    on_cudnn, last, adds = choose(images, width := 0 if weight is None else weight.itemsize, *how)
-    # In evaluation cuDNN keeps no statistics, PyTorch's kernels do.
-    kept = (training * width if on_cudnn else max(4, tensor.itemsize)) * tensor.shape[1]
+    how = 0 if weight is None else weight.itemsize, torch._C._get_cudnn_enabled(), training, mask
+    on_cudnn, adds_up, kept = _plan(tensor.shape, tensor.stride(), tensor.dtype, *how)
     run = call.run if backward else partial(_with_statistics, call, kept)
-    if on_cudnn or not (last and adds):
-        with call.scratch(*packed_copies(call, ("grad_out",) if on_cudnn and backward else ())):
-            return run()
-    grad = call["grad_out"] if backward else tensor
-    in_rows = _lies_last(Operand(grad.shape, grad.itemsize, grad.stride()))
-    return run(*_partial_sums(tensor, 2 if backward else 4) if in_rows else ())
+    if adds_up:
+        grad = call["grad_out"] if backward else tensor
+        in_rows = _lies_last(Operand(grad.shape, grad.itemsize, grad.stride()))
+        return run(*_partial_sums(tensor, 2 if backward else 4) if in_rows else ())
+    if not (on_cudnn and backward):
+        return run()
+    with call.scratch(*packed_copies(call, ("grad_out",))):
+        return run()
+
+
+@lru_cache(maxsize=4096)
+def _plan(
+    shape: torch.Size, strides: tuple[int, ...], dtype: torch.dtype, weight: int, cudnn: bool, training: bool,
+    mask: tuple[bool, ...],
+) -> tuple[bool, bool, int]:  # fmt: skip
+    """What `choose` says of images: if they are cuDNN's, or else added up in partial sums; bytes of each statistic."""
+    images = Operand(shape, dtype.itemsize, strides)
+    on_cudnn, last, adds = choose(images, weight, dtype == torch.bfloat16, cudnn, training, mask)
+    # In evaluation cuDNN keeps no statistics, PyTorch's kernels do.
+    kept = (training * weight if on_cudnn else max(4, dtype.itemsize)) * shape[1]
+    return on_cudnn, last and adds and not on_cudnn, kept
 
 
 def _partial_sums(tensor: torch.Tensor, per_block: int) -> tuple[int, ...]:
