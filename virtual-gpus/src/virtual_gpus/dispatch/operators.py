@@ -41,12 +41,12 @@ Route = Callable[["OpCall"], Any]  # gives what the operator returns
 class Row:
     """What a feature knows of an operator.
 
-    time: how long it takes. recipe: how CUDA uses memory for it, see `features.recipes`. check: what CUDA refuses or
-    waits for before it runs. cpu_kernel: given an overload, what computes in the place of the CPU's kernel, or None.
-    on_host: the arguments that CUDA wants, or takes, on the CPU. mixture: given an `OpCall`, an argument's name, the
-    device of those before it and its own, the error for it, or None for the usual one. crosses: whether its tensors, or
-    those of lists, may be on different devices. size_is_known: whether the host knows the size of a result that hangs
-    on values, and need not wait.
+    time: how long it takes. recipe: how CUDA uses memory for it, see `features.recipes`; if it reads values, it waits
+    for them. check: raises what CUDA refuses before it runs. cpu_kernel: given an overload, what computes in the place
+    of the CPU's kernel, or None. on_host: the arguments that CUDA wants, or takes, on the CPU. mixture: given an
+    `OpCall`, an argument's name, the device of those before it and its own, the error for it, or None for the usual
+    one. crosses: whether its tensors, or those of lists, may be on different devices. size_is_known: whether the host
+    knows the size of a result that hangs on values, and need not wait.
     """
 
     time: OperatorClass
@@ -262,6 +262,11 @@ class OpCall:
         return calling_site()
 
     # ---- for recipes ----
+
+    def read_instead(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Charge for reading `tensor`, which CUDA's kernel reads in place of the first one. Returns `tensor`."""
+        self.tensors[0] = tensor
+        return tensor
 
     def compute(self) -> Any:
         """Run the operator's own kernel. Its results hold no GPU memory yet: `place` them, in CUDA's order."""

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from virtual_gpus import errors
-from virtual_gpus.clock.cost import CHARGED_ELSEWHERE
 from virtual_gpus.dispatch import creation, foreach_ops, valueless
 from virtual_gpus.dispatch.copies import charge_copy, lie_alike
 from virtual_gpus.dispatch.mixed_devices import resolve_common_device
@@ -52,7 +51,7 @@ def particular(call: OpCall) -> Any:
     is_dense = call.on_one_gpu or all(map(has_storage, call.tensors))  # CUDA has other kernels for sparse tensors
     result = op.recipe(call) if is_dense else call.run()
     charge_op(call, result)
-    if reads and not (op.row.recipe and op.row.time is CHARGED_ELSEWHERE):  # else the parts that it ran have waited
+    if reads and op.row.recipe is None:  # else the recipe has waited
         charge_read(call)
     return result
 

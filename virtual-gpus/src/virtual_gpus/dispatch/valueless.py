@@ -10,7 +10,7 @@ import torch
 
 from virtual_gpus import errors
 from virtual_gpus.dispatch.operators import OpCall
-from virtual_gpus.placement.storages import gpu_of
+from virtual_gpus.placement.storages import gpu_of, is_pinned, pin
 
 
 def prepare(call: OpCall) -> None:
@@ -21,8 +21,8 @@ def prepare(call: OpCall) -> None:
 
 
 def _as_shape(value: object) -> object:
-    if isinstance(value, torch.Tensor):
-        return value.to("meta") if value.device.type == "cpu" and value.dim() and gpu_of(value) is None else value
+    if isinstance(value, torch.Tensor) and value.device.type == "cpu" and value.dim() and gpu_of(value) is None:
+        return pin(value.to("meta")) if is_pinned(value) else value.to("meta")
     if isinstance(value, (list, tuple)) and any(isinstance(v, torch.Tensor) for v in value):
         return type(value)(_as_shape(v) for v in value)
     return value
@@ -30,7 +30,7 @@ def _as_shape(value: object) -> object:
 
 def value(call: OpCall) -> float:
     """The answer to `.item()` and its like: nan for a float, an error for everything else."""
-    is_item = call.op.base == "_local_scalar_dense"
+    is_item = call.func._schema.returns[0].type.kind() == "NumberType"  # others give tensors and truth values
     if is_item and _has_nan(call.args[0]):
         return float("nan")
     raise errors.needs_values("item()" if is_item else call.op.base)

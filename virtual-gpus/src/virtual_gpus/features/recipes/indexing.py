@@ -68,6 +68,7 @@ def _copies(call: OpCall) -> list[int]:
 
 def index(call: OpCall) -> torch.Tensor:
     """The copies of indices come before the result."""
+    _make_indices(call)
     with call.scratch(*_copies(call)):
         return call.run()
 
@@ -75,6 +76,7 @@ def index(call: OpCall) -> torch.Tensor:
 def index_put(call: OpCall) -> torch.Tensor:
     """x[i] += ... with repeated indices sorts them. In a backward pass CUDA writes into the zeros that it is given.
     PyTorch's formula copies them only because a dispatch mode is on: the result takes their block over."""
+    _make_indices(call)
     if not call["accumulate"]:
         return call.run(*_copies(call))
     count = max((index.numel() for index in call["indices"] if index is not None), default=0)
@@ -84,7 +86,7 @@ def index_put(call: OpCall) -> torch.Tensor:
         return call.run_in_place(call["self"]) if in_place else call.run()
 
 
-def make_indices(call: OpCall) -> None:
+def _make_indices(call: OpCall) -> None:
     """Send integers of the CPU, and put for a mask the places that it names (expandTensors): the host waits for both.
     It stays where one number of the CPU goes to all of them (canDispatchToMaskedFill in TensorAdvancedIndexing.cpp)."""
     tensor, given, *others = call.args
@@ -94,8 +96,9 @@ def make_indices(call: OpCall) -> None:
         at, expanded = len(indices), [index]
         if index is not None and gpu_of(index) is None and not _is_mask(index):
             send(nbytes(index), None, call.gpu, is_pinned(index), blocking=True)
-        elif index is not None and index.dtype == torch.bool and gpu_of(index) is call.gpu and not fills:
-            if call.gpu.machine.shapes_only or index.shape != tensor.shape[at:][: index.dim()]:  # C++ refuses these
+        elif index is not None and _is_mask(index) and gpu_of(index) is call.gpu and not fills:
+            fits = index.dtype == torch.bool and index.shape == tensor.shape[at:][: index.dim()]
+            if call.gpu.machine.shapes_only or not fits:  # C++ warns of bytes and refuses other shapes
                 charge_read(call)
             else:
                 with seen():
@@ -219,8 +222,7 @@ _OF_BAGS = not_deterministic("embedding_bag_backward_cuda_max", lambda call: cal
 _OF_PRODUCTS = not_deterministic("scatter_reduce_cuda_kernel", _multiplies)
 _OF_REDUCED = not_deterministic("scatter_reduce_cuda_prod_", lambda call: call["reduce"] == "prod")
 _row = functools.partial(Row, READS_AND_WRITES)
-_indexed = functools.partial(Row, check=make_indices, on_host={"indices"}, mixture=indices_elsewhere,
-                             size_is_known=_are_integers)  # fmt: skip
+_indexed = functools.partial(Row, on_host={"indices"}, mixture=indices_elsewhere, size_is_known=_are_integers)
 OPERATORS = {
     **dict.fromkeys(("index", "_unsafe_index"), _indexed(_TAKES, index)),
     **dict.fromkeys(("index_put", "index_put_", "_index_put_impl_", "_unsafe_index_put"), _indexed(_PUTS, index_put)),

@@ -29,23 +29,24 @@ def take_buffers(call: OpCall, tensor: torch.Tensor, dims: Sequence[int] | None,
             pass
 
 
-def after_cast(call: OpCall) -> torch.Tensor:
+def after_cast(call: OpCall) -> tuple[torch.Tensor, torch.Tensor]:
     """The result, then what is added up, in its type: a copy, but for fp32 of halves (ReduceOps{.cpp,Utils.h})."""
-    result, tensor = call.run(), call.tensors[0]
+    result, tensor = call.run(), call["self"]
     if result.dtype == tensor.dtype:
-        return result
+        return result, tensor
     half, dtype = tensor.dtype in (torch.float16, torch.bfloat16) and call.op.base not in _SCANS, result.dtype
     if dtype not in (tensor.dtype.to_real(), torch.float32 if half else None):
         with seen():
-            call.tensors[0] = torch.ops.aten._to_copy.default(tensor, dtype=dtype)  # what is charged for
-    return result
+            tensor = call.read_instead(torch.ops.aten._to_copy.default(tensor, dtype=dtype))
+    return result, tensor
 
 
 def reduction(call: OpCall, numbers: int = 0, least: int = 0) -> torch.Tensor | tuple[torch.Tensor, ...]:
     """`sum` and its like. numbers: of the tensor's type, in a partial result (`arg_t` of cuda/Reduce*Kernel.cu); 0 for
     a sum, which is in float for half types. least: bytes of one. A number and its index have 16, as for `argmax`."""
-    result, dim = call.run() if numbers else after_cast(call), call["dim"] if "dim" in call.op.names else None
-    tensor, indexed = call.tensors[0], dim is not None and call.op.base in ("max", "min")
+    result, tensor = (call.run(), call["self"]) if numbers else after_cast(call)
+    dim = call["dim"] if "dim" in call.op.names else None
+    indexed = dim is not None and call.op.base in ("max", "min")
     size = tensor.itemsize * (numbers or 1 + (tensor.dtype.to_real() in (torch.float16, torch.bfloat16)))
     take_buffers(call, tensor, (dim,) if isinstance(dim, int) else dim, max(size, 16 * indexed, least))
     return result
@@ -143,7 +144,7 @@ OPERATORS = {
     "_softmax_backward_data": Row(_BACK, softmax_backward, cpu_kernel=_of_halves),
     "_log_softmax_backward_data": Row(_BACK, _packed("grad_output", "output"), cpu_kernel=_of_halves),
     **dict.fromkeys(("sort", "argsort", "topk", "_unique2", "unique_dim", "randperm"), Row(_SORTS)),
-    **dict.fromkeys(_SCANS, Row(moves("scan"), after_cast)),
+    **dict.fromkeys(_SCANS, Row(moves("scan"), lambda call: after_cast(call)[0])),
     **dict.fromkeys(("median", "nanmedian"), Row(READS_AND_WRITES, check=_MEDIAN)),
     "bincount": Row(READS_AND_WRITES, check=_BINCOUNT),
     # Found places, with the number of them first, for which the host waits (cuda/Nonzero.cu).
