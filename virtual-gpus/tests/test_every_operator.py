@@ -106,8 +106,9 @@ def test_the_forms_of_an_operator_share_a_class_of_time():
     in_place = {name for name in bases if name.removesuffix("_") in bases.keys() - {name}}
     different = {name for name in in_place if row_of(name).time != row_of(name.removesuffix("_")).time}
     # Their functional forms serve functionalization alone and copy the argument first, or read what they draw by.
-    apart = {"_index_put_impl_", "resize_", "set_", "zero_", "bernoulli_", "cauchy_", "exponential_", "geometric_",
-             "log_normal_", "normal_", "random_", "uniform_"}  # fmt: skip
+    apart = {"_index_put_impl_", "_resize_output_", "resize_", "resize_as_", "resize_as_sparse_", "set_", "zero_",
+             "bernoulli_", "cauchy_", "exponential_", "geometric_", "log_normal_", "normal_", "random_",
+             "uniform_"}  # fmt: skip
     assert different == apart and {"cumsum_", "addr_", "fill_"} < in_place
     assert not [name for name in in_place if row_of(name).time is cost.CHARGED_ELSEWHERE]
     assert operator(torch.ops.aten.add_.Tensor).recipe is not operator(torch.ops.aten.add.Tensor).recipe

@@ -28,6 +28,7 @@ class OperatorClass(NamedTuple):
     depends_on_strides: whether how the tensors lie in memory decides how long they take.
     arguments: names of those in the schema that the formula wants, as `Operation.arguments` has them.
     asks_cudnn: whether it also wants to know if cuDNN is enabled (`Operation.cudnn`).
+    is_free: whether no kernel runs, so that no memory is read or written.
     """
 
     formula: Formula
@@ -36,6 +37,7 @@ class OperatorClass(NamedTuple):
     depends_on_strides: bool = False
     arguments: tuple[str, ...] = ()
     asks_cudnn: bool = False
+    is_free: bool = False
 
 
 def _moving(nbytes: Bytes, floor: float, kernels: int = 1, share: float = 1.0, host: float | None = 0.0) -> Formula:
@@ -64,5 +66,5 @@ def moves(
 
 READS_AND_WRITES = OperatorClass(_moving(all_bytes, 1))
 COPIES = OperatorClass(_moving(lambda operation: 2 * operation.outputs[0].nbytes, 1))  # reads as much as it writes
-FREE = OperatorClass(_moving(lambda operation: 0, 0, 0), is_fusible=False)
+FREE = OperatorClass(_moving(lambda operation: 0, 0, 0), is_fusible=False, is_free=True)
 CHARGED_ELSEWHERE = OperatorClass(_moving(lambda operation: 0, 0, 0, host=None), is_fusible=False)  # by the feature

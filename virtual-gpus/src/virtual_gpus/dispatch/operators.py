@@ -29,8 +29,6 @@ from virtual_gpus.threads import this_thread
 _KEYS = {"cuda": torch._C.DispatchKey.CUDA, "cpu": torch._C.DispatchKey.CPU,
          None: torch._C.DispatchKey.CompositeExplicitAutograd}  # fmt: skip
 
-# What C++ takes for CPU tensors in the place of CUDA's operators.
-_THE_CPU_S = ("_scaled_dot_product_flash_attention_for_cpu", "mkldnn_", "slow_conv3d_forward", "_functional_assert")
 RouteKind = Literal["composite", "factory", "collective", "list", "crossing", "particular", "ordinary"]
 _COLLECTIVES = ("c10d", "_c10d_functional", "_dtensor")  # namespaces
 _Schema, _Func = torch._C.FunctionSchema, torch._ops.OpOverload | torch._ops.HigherOrderOperator
@@ -46,7 +44,8 @@ class Row:
     of the CPU's kernel, or None. on_host: the arguments that CUDA wants, or takes, on the CPU. mixture: given an
     `OpCall`, an argument's name, the device of those before it and its own, the error for it, or None for the usual
     one. crosses: whether its tensors, or those of lists, may be on different devices. size_is_known: whether the host
-    knows the size of a result that hangs on values, and need not wait.
+    knows the size of a result that hangs on values, and need not wait. of_cpu: whether C++ takes it for CPU tensors
+    where CUDA has another one.
     """
 
     time: OperatorClass
@@ -57,6 +56,7 @@ class Row:
     mixture: Callable[[OpCall, str, torch.device, torch.device], Exception | None] | None = None
     crosses: bool = False
     size_is_known: Callable[[OpCall], bool] = lambda call: False
+    of_cpu: bool = False
 
 
 # Features add theirs: by the base name of an operator ("mm"), or "_foreach_*" for all of these that have none, and by
@@ -125,7 +125,7 @@ class Operator:
         self.keeps_answers = False  # it does no more to tensors without values than to make new ones from given ones
         if isinstance(func, torch._ops.OpOverload) and func.namespace == "aten":
             on_cuda = not torch.version.cuda or torch._C._dispatch_has_computed_kernel_for_dispatch_key(name, "CUDA")
-            self.is_missing = not on_cuda and has(name, "CPU") and not self.base.startswith(_THE_CPU_S)
+            self.is_missing = not on_cuda and has(name, "CPU") and not self.row.of_cpu
             instead = self.row.cpu_kernel
             self.kernel = (instead and instead(func)) or func._op  # as `func` does itself, with a call into Python
             takes = [a for a in arguments if "Tensor" in str(a.type)]

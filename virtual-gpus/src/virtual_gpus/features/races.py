@@ -30,7 +30,6 @@ Place = tuple[int, int | str]  # (GPU's slot, stream or queue of collectives): w
 Tensors = Iterable[torch.Tensor]
 Past = dict[Place, int]  # of each place, the number of its last work that is known to be done
 _HOST: Place = (-1, "host")
-_WITHOUT_ACCESS = ("empty", "new_empty", "resize_", "set_", "record_stream", "lift_fresh", "_resize_output_")
 _KEPT = 64  # freed blocks that other streams may still use
 _sanitizer: OfEachThread[Any] = OfEachThread(None)  # PyTorch's own, a mode of one thread, while it is off
 
@@ -199,7 +198,7 @@ class RaceChecker(Follower[VirtualGPU]):
     def follow(self, call: OpCall) -> Any:
         """Run an operator, after a look at what it reads and writes. Raises RaceError."""
         op = call.op
-        if _has_no_access(op) or (op.base in ("copy_", "_foreach_copy_") and not call.on_one_gpu):  # `copy` is told
+        if _has_no_access(op) or (op.crosses and not call.on_one_gpu):  # `copy` is told
             return op.route(call)
         works = _IssuedByGPU(self._order, op.base)
         written = {id(tensor) for name, tensor in call.named_tensors() if name in op.written} if op.written else ()
@@ -398,7 +397,7 @@ def start(machine: VirtualMachine) -> None:
 @functools.cache
 def _has_no_access(op: Operator) -> bool:
     """True for what changes no memory itself. The parts of composite operators come one by one; see `collective`."""
-    return op.is_composite or op.is_view or op.is_collective or op.base.startswith(_WITHOUT_ACCESS)
+    return op.is_composite or op.is_view or op.is_collective or op.row.time.is_free
 
 
 def _pinned(tensor: torch.Tensor) -> HostStorage | None:

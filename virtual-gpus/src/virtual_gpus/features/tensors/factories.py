@@ -42,7 +42,8 @@ OPERATORS = {
     **dict.fromkeys(("rand", "randn", "randint", "rand_like", "randn_like", "randint_like", "bernoulli_", "cauchy_",
                      "exponential_", "geometric_", "log_normal_", "normal_", "random_", "uniform_"), _FILL),
     **dict.fromkeys(("empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided",
-                     "resize_", "lift_fresh", "_reshape_alias"), Row(FREE)),
+                     "empty_quantized", "resize_", "resize_as_", "resize_as_sparse_", "_resize_output_", "lift_fresh",
+                     "_reshape_alias"), Row(FREE)),
     "set_": Row(FREE, crosses=True),
 }  # fmt: skip
 
