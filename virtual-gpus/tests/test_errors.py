@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from virtual_gpus import NotModelled, active_machine, virtual_gpus
+from virtual_gpus import NotModelled, active_machine, errors, virtual_gpus
 
 MISSING = [lambda: one(device="cuda:2"), lambda: one().to("cuda:7"), lambda: torch.tensor([1], device="cuda:2"),
            lambda: torch.cuda.set_device(2), lambda: torch.cuda.device(3).__enter__()]  # fmt: skip
@@ -35,6 +35,10 @@ def elsewhere(device):
     return f"indices should be either on cpu or on the same device as the indexed tensor ({device})"
 
 
+def types(argument):
+    return f"Input type (torch.cuda.FloatTensor) and {argument} type (torch.FloatTensor) should be the same"
+
+
 def one(*sizes, **options):
     return torch.ones(*(sizes or (1,)), **options)
 
@@ -51,14 +55,15 @@ MIXTURES = {
         got("target", "cpu", "cuda:0", "nll_loss_forward"),
     ),
     "concatenation": (lambda: torch.cat([one(device=0), one()]), got("tensors", "cpu", "cuda:0", "cat")),
-    "convolution": (
-        lambda: nn.Conv2d(1, 1, 1)(one(1, 1, 2, 2, device=0)),
-        "Input type (torch.cuda.FloatTensor) and weight type (torch.FloatTensor) should be the same",
-    ),
+    "made of others": (lambda: torch.stack([one(device=0)[0], one()[0]]), got("tensors", "cpu", "cuda:0", "cat")),
+    "result": (lambda: torch.mm(*[one(1, 1, device=0)] * 2, out=one()), got("self", "cuda:0", "cpu", "mm_out_out")),
+    "convolution": (lambda: nn.Conv2d(1, 1, 1)(one(1, 1, 2, 2, device=0)), types("weight")),
     "convolution on another GPU": (
         lambda: nn.Conv2d(1, 1, 1).to(1)(one(1, 1, 2, 2, device=0)),
         got("weight", "cuda:1", "cuda:0", "_cudnn_convolution"),
     ),
+    "bias": (lambda: F.conv1d(*[one(1, 1, 1, device=0)] * 2, one()), types("bias")),
+    "bias on another GPU": (lambda: F.conv1d(*[one(1, 1, 1, device=0)] * 2, one(device=1)), found("cuda:0 and cuda:1")),
     "transposed convolution on another GPU": (
         lambda: nn.ConvTranspose1d(1, 1, 1).to(1)(one(1, 1, 2, device=0)),
         got("weight", "cuda:1", "cuda:0", "_cudnn_convolution_transpose"),
@@ -78,6 +83,13 @@ def test_mixed_devices(name):
     with pytest.raises(RuntimeError, match=f"^{re.escape(text)}") as raised:
         act()
     assert "virtual_gpus" not in str(raised.traceback[-1].path)  # it ends at the line that made it
+
+
+@pytest.mark.skipif(not torch.version.cuda, reason="a build for CPUs has no kernels for CUDA")
+def test_operators_that_check_each_argument_have_a_kernel_of_their_own():
+    for name, entry in errors._yaml_entries().items():
+        has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "CUDA")
+        assert errors.checks_each_argument(name) == (has_kernel and "device_check: NoCheck" not in entry), name
 
 
 def test_what_cuda_allows_to_mix():

@@ -88,20 +88,23 @@ def _yaml_entries() -> dict[str, str]:
 
 @functools.cache
 def checks_each_argument(name: str) -> bool:
-    """True if CUDA compares the devices of this operator's arguments one by one, including 0-dim arguments."""
-    entry = _yaml_entries().get(name)
-    if entry is None:
-        return False
+    """True if CUDA compares the devices of this operator's arguments one by one, including 0-dim arguments.
+
+    It does in the function that is generated for CUDA (torchgen's `gen_device_check`). An operator without one, as
+    `stack`, is made of others, which check.
+    """
+    entry = _yaml_entries().get(name, "")
     delegate = re.search(r"structured_delegate: ([\w.]+)", entry)
-    if delegate:
-        entry += _yaml_entries().get(delegate.group(1), "")
-    return "device_check: NoCheck" not in entry
+    kernels = _yaml_entries()[delegate.group(1)] if delegate else entry
+    has_kernel = re.search(r"^    (\w+, )*CUDA[,:]", kernels, re.MULTILINE) is not None
+    return has_kernel and "device_check: NoCheck" not in entry
 
 
 def _method(name: str) -> str:
     """torchgen's name of the generated CUDA function (torchgen/dest/register_dispatch_key.py)."""
     base, _, overload = name.partition(".")
     entry = _yaml_entries().get(name, "")
+    base += "_out" if re.match(r"[^>]*\*, [^>]*!\)", entry) else ""  # it is given its results by name
     if "structured: True" in entry or "structured_delegate:" in entry:
         return f"wrapper_CUDA_{base}" + (f"_{overload}" if overload else "")
     return f"wrapper_CUDA_{overload}_{base}"

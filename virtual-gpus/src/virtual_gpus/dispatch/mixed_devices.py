@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import torch
-
 from virtual_gpus import errors
 from virtual_gpus.dispatch.operators import OpCall
 from virtual_gpus.placement.creation_sites import may_be_adopted
 from virtual_gpus.placement.storages import device_of, former_gpu_of, gpu_of, place
 
 
-def resolve_common_device(call: OpCall) -> None:
-    """Judge a mixture of devices: adopt what C++ made on the way, let through what CUDA allows, refuse the rest."""
-    gpu, site, common = call.gpu, call.site, None
-    for name, tensor in call.named_tensors():
+def resolve_common_device(call: OpCall) -> bool:
+    """Judge a mixture of devices: adopt what C++ made on the way, let through what CUDA allows, refuse the rest.
+
+    False: the operators that this one is made of have to judge.
+    """
+    gpu, site, common, op = call.gpu, call.site, None, call.op
+    for name, tensor in sorted(call.named_tensors(), key=lambda pair: pair[0] not in op.outputs):  # checked first
         where = gpu_of(tensor)
         if where is None and (former := former_gpu_of(tensor)) is not None:
             raise errors.gpu_is_off(former)
@@ -21,8 +22,8 @@ def resolve_common_device(call: OpCall) -> None:
             place(tensor, gpu)
             where = gpu
         # A 0-dim CPU tensor counts as a number, unless the operator writes to it or checks every argument.
-        is_number = tensor.dim() == 0 and name not in call.op.written and not errors.checks_each_argument(call.op.name)
-        if where is None and (name in call.op.row.on_host or is_number):
+        is_number = tensor.dim() == 0 and name not in op.written and not errors.checks_each_argument(op.name)
+        if where is None and (name in op.row.on_host or (is_number and not op.has_parts)):
             continue
         device = device_of(tensor)
         if common is None:
@@ -34,15 +35,13 @@ def resolve_common_device(call: OpCall) -> None:
                 "Copy the tensor with .to(...)."
             )
         elif device != common or (where is not None and where is not gpu):
-            raise _mixture_error(call, name, common, device)
-
-
-def _mixture_error(call: OpCall, name: str, common: torch.device, device: torch.device) -> Exception:
-    op = call.op
-    own = None if op.row.mixture is None else op.row.mixture(call, name, common, device)
-    if own is not None:
-        return own
-    if errors.checks_each_argument(op.name):
-        return errors.argument_elsewhere(op.name, name, device, common)
-    cuda = [d for d in (common, device) if d.type == "cuda"]
-    return errors.two_devices(cuda[0], device if device != cuda[0] else common)
+            own = None if op.row.mixture is None else op.row.mixture(call, name, common, device)
+            if own is not None:
+                raise own
+            if errors.checks_each_argument(op.name):
+                raise errors.argument_elsewhere(op.name, name, device, common)
+            if op.has_parts:
+                return False
+            cuda = [d for d in (common, device) if d.type == "cuda"]
+            raise errors.two_devices(cuda[0], device if device != cuda[0] else common)
+    return True

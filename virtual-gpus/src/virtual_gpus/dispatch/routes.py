@@ -22,7 +22,8 @@ from virtual_gpus.placement.storages import former_gpu_of, gpu_of, has_storage, 
 from virtual_gpus.threads import seen, this_thread
 
 _CUDA, _CPU = torch._C.DispatchKey.CUDA, torch._C.DispatchKey.CPU
-_COMPOSITE = (torch._C.DispatchKey.CompositeExplicitAutograd, torch._C.DispatchKey.CompositeImplicitAutograd)
+_EXPLICIT = torch._C.DispatchKey.CompositeExplicitAutograd
+_COMPOSITE = (_EXPLICIT, torch._C.DispatchKey.CompositeImplicitAutograd)
 
 
 def ordinary(call: OpCall) -> Any:
@@ -41,8 +42,9 @@ def particular(call: OpCall) -> Any:
         return on_host(call)
     if op.check is not None:
         op.check(call)
-    if not call.on_one_gpu:
-        resolve_common_device(call)
+    if not call.on_one_gpu and not resolve_common_device(call):
+        with seen():
+            return call.func._op_dk(_EXPLICIT, *call.args, **call.kwargs)
     valueless.prepare(call)
     reads = op.needs_values and not op.row.size_is_known(call)
     if reads and call.gpu.machine.shapes_only:

@@ -162,22 +162,23 @@ def _own_gradients(call: OpCall, for_x: MaybeTensor, for_weight: MaybeTensor, la
         call.place((for_weight, for_x))
 
 
-def weight_elsewhere(call: OpCall, name: str, common: torch.device, device: torch.device) -> RuntimeError | None:
-    """A weight on another device: the types are compared first, and two GPUs have the same. Then cuDNN complains."""
-    if name != "weight":
-        return None
-    if common.type == device.type:
-        operator = "cudnn_convolution_transpose" if call["transposed"] else "cudnn_convolution"
-        return errors.argument_elsewhere(operator, "weight", device, common)
-    types = [Tensor.type(tensor) for tensor in call.args[:2]]  # aten/src/ATen/native/Convolution.cpp
-    return RuntimeError(f"Input type ({types[0]}) and weight type ({types[1]}) should be the same")
+def elsewhere(call: OpCall, name: str, common: torch.device, device: torch.device) -> RuntimeError | None:
+    """A weight or bias on another device: the types are compared first (aten/src/ATen/native/Convolution.cpp). Those
+    of two GPUs are the same. Then cuDNN refuses the weight, and the sum with the bias is one of two devices."""
+    types = [Tensor.type(tensor) for tensor in (call["input"], call[name])]
+    if common.type != device.type:
+        return RuntimeError(f"Input type ({types[0]}) and {name} type ({types[1]}) should be the same")
+    if name == "bias":
+        return errors.two_devices(common, device)
+    operator = "cudnn_convolution_transpose" if call["transposed"] else "cudnn_convolution"
+    return errors.argument_elsewhere(operator, "weight", device, common)
 
 
 _TIMES = OperatorClass(convolution_costs.forward, is_fusible=False, tf32_setting="conv", depends_on_strides=True)
 _FORWARD = _TIMES._replace(arguments=DECIDING, asks_cudnn=True)
 _BACKWARD = _FORWARD._replace(formula=convolution_costs.backward, arguments=(*_FORWARD.arguments, "output_mask"))
 OPERATORS = {
-    "convolution": Row(_FORWARD, convolution, cpu_kernel=widened, mixture=weight_elsewhere),
+    "convolution": Row(_FORWARD, convolution, cpu_kernel=widened, mixture=elsewhere),
     "convolution_backward": Row(_BACKWARD, convolution_backward, cpu_kernel=widened),
     "slow_conv3d_forward": Row(READS_AND_WRITES, of_cpu=True),
 }

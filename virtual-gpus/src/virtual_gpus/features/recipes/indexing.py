@@ -11,7 +11,6 @@ from math import prod
 
 import torch
 
-from virtual_gpus import errors
 from virtual_gpus.clock.cost import CHARGED_ELSEWHERE, READS_AND_WRITES, Bytes, OperatorClass, bytes_of
 from virtual_gpus.clock.work import Cost, Operation
 from virtual_gpus.dispatch.operators import OpCall, Row
@@ -146,11 +145,6 @@ def indices_elsewhere(call: OpCall, name: str, common: torch.device, device: tor
     return RuntimeError(text) if name == "indices" else None
 
 
-def embedding_elsewhere(call: OpCall, name: str, common: torch.device, device: torch.device) -> RuntimeError:
-    """CUDA looks rows up with index_select, which is the one that complains."""
-    return errors.argument_elsewhere("index_select", {"weight": "self", "indices": "index"}[name], device, common)
-
-
 def mask_elsewhere(call: OpCall, name: str, common: torch.device, device: torch.device) -> RuntimeError | None:
     """`x.masked_fill(mask, ...)` with a mask on another device (aten/src/ATen/native/cuda/Indexing.cu)."""
     text = f"expected self and mask to be on the same device, but got mask on {device} and self on {common}"
@@ -231,7 +225,7 @@ OPERATORS = {
     "index_fill_": Row(_FILLS, on_host={"index"}),  # x[i] = 5, where C++ sees CPU tensors; on CUDA it is index_put_
     "repeat_interleave": _row(size_is_known=lambda call: call["output_size"] is not None),
     "tensor_split": _row(on_host={"tensor_indices_or_sections"}),
-    "embedding": Row(_TAKES, packed("indices"), mixture=embedding_elsewhere),
+    "embedding": Row(_TAKES, packed("indices")),
     "embedding_dense_backward": Row(OperatorClass(_embedding_backward_cost, is_fusible=False), embedding_backward),
     **dict.fromkeys(("index_select", "gather", "take"), Row(_TAKES)),
     **dict.fromkeys(("_embedding_bag", "_embedding_bag_forward_only"), Row(_BAGS, embedding_bag)),
