@@ -12,7 +12,7 @@ from measuring import function, sizes_of
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from virtual_gpus import entrance, virtual_gpus
-from virtual_gpus.features.recipes import accumulation
+from virtual_gpus.features import accumulation
 
 PACKAGE = str(pathlib.Path(entrance.__file__).parent)
 kept = []

@@ -14,7 +14,8 @@ FEATURES = sorted({path.stem for path in FOLDER.iterdir() if path.stem.strip("_"
 # "cuda" says that there are GPUs, "tensors" which one a tensor is on.
 BASE = {"cuda", "tensors"}
 # What else goes, because it imports the feature: no other feature may need one that is not named here.
-GO_TOO = {"autocast": {"attention", "rnn"}, "blas": {"data_parallel"}, "streams": {"accelerator"}}
+GO_TOO = {"autocast": {"attention", "rnn"}, "blas": {"conv", "data_parallel", "rnn"},
+          "reductions": {"conv", "indexing", "losses"}, "streams": {"accelerator"}}  # fmt: skip
 # What a program may ask of a feature, and is refused without it.
 SETTINGS = {"races": {"check_races": True}, "compile": {"compile": "modelled"}, "multiprocessing": {"children": True},
             "distributed": {"rank": 0, "world_size": 2}}  # fmt: skip

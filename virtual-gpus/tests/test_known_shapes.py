@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from virtual_gpus import virtual_gpus
 from virtual_gpus.dispatch import known
 from virtual_gpus.dispatch.operators import operator
-from virtual_gpus.features import rms_norm
+from virtual_gpus.features.normalization import rms_norm
 
 aten = torch.ops.aten
 

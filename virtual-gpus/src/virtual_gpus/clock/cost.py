@@ -3,8 +3,9 @@
 An operator takes the longer of what its arithmetic and its bytes need, and no less than a kernel takes at all. What
 matters is what CUDA runs, not what the CPU runs: fused kernels, several kernels per operator, reductions that too few
 threads can share. Operators are in classes, each with a formula, which their rows name (`operators.Row`). Constants
-were fitted to a real H200, and stand in `figures/operators.toml`. An operator that is in no class takes as long as its
-bytes: it reads its inputs and writes its results once. That is wrong for one that computes, so these need a row.
+were fitted to a real H200, and stand beside the formulas (`figures.beside`). An operator that is in no class takes as
+long as its bytes: it reads its inputs and writes its results once. That is wrong for one that computes, so these need a
+row.
 """
 
 from __future__ import annotations
@@ -13,10 +14,8 @@ from collections.abc import Callable, Iterable, Mapping
 from operator import attrgetter
 from typing import Any, NamedTuple
 
-from virtual_gpus import figures
 from virtual_gpus.clock.work import Cost, Operand, Operation
 
-FITTED = figures.read("operators.toml")["formulas"]  # their constants, also of those that features have
 Formula, Bytes, Parts = Callable[[Operation], Cost], Callable[[Operation], float], Iterable[Operand]
 
 
@@ -58,10 +57,10 @@ all_bytes: Bytes = attrgetter("nbytes")  # of arguments and results
 
 
 def moves(
-    row: str, nbytes: Bytes = all_bytes, is_fusible: bool = True, host: float = 0.0, rows: Mapping[str, Any] = FITTED
+    fitted: Mapping[str, Any], nbytes: Bytes = all_bytes, is_fusible: bool = True, host: float = 0.0
 ) -> OperatorClass:
-    """Operators that only move bytes. row: among the fitted figures, `rows`. host: see `Cost`."""
-    return OperatorClass(_moving(nbytes, **rows[row], host=host), is_fusible)
+    """Operators that only move bytes. fitted: a row of figures, of `_moving`'s arguments. host: see `Cost`."""
+    return OperatorClass(_moving(nbytes, **fitted, host=host), is_fusible)
 
 
 READS_AND_WRITES = OperatorClass(_moving(all_bytes, 1))

@@ -13,8 +13,6 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map_only
 
-MULTIPLIED = {torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.complex128}  # by CUDA
-
 
 @functools.cache
 def slow_types() -> tuple[torch.dtype, ...]:
@@ -34,13 +32,6 @@ def widened(func: torch._ops.OpOverload, rounded: int | None = None) -> Callable
     return instead if slow_types() and not func._schema.overload_name else None
 
 
-def in_its_type(func: torch._ops.OpOverload) -> Callable[..., Any] | None:
-    """The same, and the overloads with a dtype for the result, which the CPU has no kernel for."""
-    if func._schema.overload_name.startswith("dtype"):
-        return functools.partial(_in_another_dtype, getattr(torch, func.overloadpacket.__name__))
-    return widened(func)
-
-
 def _wide(argument: Any, dtype: torch.dtype) -> Any:
     return argument.float() if isinstance(argument, torch.Tensor) and argument.dtype is dtype else argument
 
@@ -54,9 +45,3 @@ def _widened(kernel: Callable[..., Any], rounded: int | None, *args: Any, **opti
     if rounded is not None:
         return *(part.to(dtype) for part in result[:rounded]), *result[rounded:]
     return tree_map_only(torch.Tensor, methodcaller("to", dtype), result)
-
-
-def _in_another_dtype(product: Callable[..., torch.Tensor], *args: Any, **options: Any) -> torch.Tensor:
-    """A product of matrices whose last argument is the dtype of the result, in which the GPU adds up."""
-    *matrices, dtype = args
-    return product(*(matrix.to(dtype) for matrix in matrices), **options)

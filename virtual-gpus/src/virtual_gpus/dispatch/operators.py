@@ -39,7 +39,7 @@ Route = Callable[["OpCall"], Any]  # gives what the operator returns
 class Row:
     """What a feature knows of an operator.
 
-    time: how long it takes. recipe: how CUDA uses memory for it, see `features.recipes`; if it reads values, it waits
+    time: how long it takes. recipe: how CUDA uses memory for it, see `dispatch.recipes`; if it reads values, it waits
     for them. check: raises what CUDA refuses before it runs. cpu_kernel: given an overload, what computes in the place
     of the CPU's kernel, or None. on_host: the arguments that CUDA wants, or takes, on the CPU. mixture: given an
     `OpCall`, an argument's name, the device of those before it and its own, the error for it, or None for the usual

@@ -15,10 +15,11 @@ from typing import Any, NamedTuple
 import torch
 
 from virtual_gpus.clock.clock import COPY_IN, COPY_OUT, TO_THE_CPU, TO_THE_GPU
+from virtual_gpus.clock.cost import OperatorClass
 from virtual_gpus.clock.links import PINNED_START, REACHED
 from virtual_gpus.clock.work import Cost, Operand, Operation
 from virtual_gpus.dispatch.measured_calls import KernelCall, key_of
-from virtual_gpus.dispatch.operators import OpCall, Operator, cost
+from virtual_gpus.dispatch.operators import OpCall, Operator
 from virtual_gpus.gpus import Precision
 from virtual_gpus.machine import VirtualGPU
 from virtual_gpus.placement.storages import allocation_of, gpu_of, tensors_in
@@ -104,11 +105,13 @@ def _issue(
 
 
 def charge_kernel(
-    gpu: VirtualGPU, name: str, inputs: list[torch.Tensor], outputs: list[torch.Tensor], trains: bool = False
-) -> None:
+    gpu: VirtualGPU, name: str, of: OperatorClass, inputs: list[torch.Tensor], outputs: list[torch.Tensor],
+    trains: bool = False,
+) -> None:  # fmt: skip
     """Work that the dispatch mode does not see, as what CUDA would have run. trains: if autograd notes it down."""
     written = [tensor for tensor in outputs if not any(tensor is given for given in inputs)]  # some stand for a shape
-    launch(gpu, name, cost(name, operands(inputs), operands(outputs), gpu.spec), inputs, trains, written)
+    operation = Operation(name, operands(inputs), operands(outputs), gpu.spec)
+    launch(gpu, name, of.formula(operation), inputs, trains, written)
 
 
 def launch(

@@ -9,15 +9,16 @@ from typing import Any
 import torch
 from torch.utils._foreach_utils import Indices, TensorListList
 
+from virtual_gpus import figures
 from virtual_gpus.arithmetic import ceil_div
-from virtual_gpus.clock.cost import FITTED, OperatorClass, bytes_of
+from virtual_gpus.clock.cost import OperatorClass, bytes_of
 from virtual_gpus.clock.work import Cost, Operation, added_on_host
 from virtual_gpus.dispatch.operators import OpCall, Row
 from virtual_gpus.patches.table import Patch
 from virtual_gpus.placement.storages import device_of
 
 _CHUNK, _CHUNKS = 65536, 320  # elements, and chunks of a launch (aten/src/ATen/native/cuda/MultiTensorApply.cuh)
-_TENSOR = added_on_host("tensor")
+_FITTED, _TENSOR = figures.beside(__file__)["lists"], added_on_host("tensor")
 _raw_group = torch.utils._foreach_utils._group_tensors_by_device_and_dtype
 _Groups = dict[tuple[torch.device, torch.dtype], tuple[TensorListList, Indices]]
 
@@ -39,7 +40,7 @@ def _group_tensors_by_device_and_dtype(tensorlistlist: TensorListList, with_indi
 def _lists(operation: Operation) -> Cost:
     """Optimizers: a kernel for some tensors, in chunks of which a launch takes a number at most. A fused one writes on
     the second list, the gradients, only if it unscales them (aten/src/ATen/native/cuda/fused_adam_utils.cuh)."""
-    fitted, first = FITTED["lists"], next(iter(operation.lists), 0)
+    fitted, first = _FITTED, next(iter(operation.lists), 0)
     elements = sum(prod(part.shape) for part in operation.inputs[:first])
     kernels = max(1, ceil(first / fitted["tensors"])) + elements // (_CHUNKS * _CHUNK)
     is_kept = operation.in_place and not operation.arguments.get("grad_scale", True)

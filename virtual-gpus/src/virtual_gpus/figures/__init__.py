@@ -10,9 +10,11 @@ their `units` by their names. Then a figure is only its number.
 - architectures.toml: what all kinds of a compute capability have.
 - links.toml: links between GPUs, and networks between machines.
 - host.toml: what it costs the host to issue work.
-- operators.toml: what operators of several features take besides the reading and writing of their bytes.
 
-What only one feature has is in `figures.toml` in its folder (`beside`).
+What operators take is beside the feature that has them (`beside`), mostly in these terms. "Fitted" means to a real H200
+(torch 2.11): to the kernels of nine training steps by operator, and to single operators. `python -m benchmarks.clock`
+compares. "timm" is explained in features/conv/figures.toml. A "shortest kernel" is one of the GPU, and "the speed" that
+at which an addition reads and writes. kernels: how many the host starts, 1 if a row does not say.
 """
 
 from __future__ import annotations
@@ -41,8 +43,10 @@ def read(name: str) -> dict[str, Any]:
 
 
 def beside(module: str) -> dict[str, Any]:
-    """The tables of `figures.toml` in the folder of a module, for which it gives its `__file__`. Raises as `read`."""
-    return read(str(Path(module).with_name("figures.toml")))
+    """The figures of a module, which gives its `__file__`: those of NAME.toml beside NAME.py, or else of `figures.toml`
+    in its folder, which is a feature's. Raises as `read`."""
+    own = Path(module).with_suffix(".toml")
+    return read(str(own if own.exists() else own.with_name("figures.toml")))
 
 
 def _converted(part: Any, where: str, units: dict[str, str], source: str) -> Any:

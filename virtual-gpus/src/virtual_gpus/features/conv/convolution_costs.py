@@ -1,7 +1,7 @@
 """Seconds of a convolution as cuDNN computes it: as products of matrices that are not stored. No torch here.
 In fp16 and bf16 on tensor cores, a convolution is the product of (pixels, window x channels in) and (window x channels
-in, channels out), in tiles as `cost_matmul` cuts them, or takes as long as its images, filters and results need to be
-read and written once. cuDNN's kernels want channels last. Images in another order are rewritten before and after, which
+in, channels out), in tiles as `in_tiles` cuts them, or takes as long as its images, filters and results need to be read
+and written once. cuDNN's kernels want channels last. Images in another order are rewritten before and after, which
 takes a reading and a writing for all that the L2 cache does not hold. figures.toml says what the constants rest on."""
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ from math import prod
 
 from virtual_gpus import figures
 from virtual_gpus.arithmetic import rounded_up
-from virtual_gpus.clock.cost import FITTED
-from virtual_gpus.clock.cost_matmul import in_tiles
 from virtual_gpus.clock.work import Cost, Operand, Operation, added_on_host
+from virtual_gpus.features.blas.product_costs import in_tiles
 from virtual_gpus.features.conv.convolution_choice import DECIDING, choose, is_depthwise
 from virtual_gpus.features.conv.workspaces import tiles_of_window
+from virtual_gpus.features.reductions import REDUCTION
 
-_FITTED, _SUM = figures.beside(__file__)["time"], FITTED["reduction"]
+_FITTED = figures.beside(__file__)["time"]
 _TILES, _HOST = tuple(map(tuple, _FITTED["tiles"])), added_on_host("convolution")
 
 
@@ -53,7 +53,8 @@ def backward(operation: Operation) -> Cost:
     gradient, images, filters = operation.inputs[:3]
     *wanted, has_bias = operation.arguments["output_mask"]
     cost = _cost(_Convolution(operation, images, filters, gradient, *wanted)) if any(wanted) else Cost(0.0, 0, _HOST)
-    seconds = _SUM["floor_of_many"] * operation.kernel + operation.reading(gradient.nbytes, _SUM["share"])
+    seconds = REDUCTION["floor_of_many"] * operation.kernel
+    seconds += operation.reading(gradient.nbytes, REDUCTION["share"])
     return Cost(cost.seconds + seconds, cost.kernels + 1, cost.host) if has_bias else cost
 
 

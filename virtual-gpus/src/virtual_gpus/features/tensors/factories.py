@@ -12,6 +12,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 from torch.types import Device
 from torch.utils._device import _device_constructors
 
+from virtual_gpus import figures
 from virtual_gpus.clock.cost import FREE, bytes_of, moves
 from virtual_gpus.dispatch.copies import move
 from virtual_gpus.dispatch.mode import enter_thread
@@ -35,7 +36,8 @@ _default_device = functools.partial(getattr, torch._GLOBAL_DEVICE_CONTEXT, "devi
 _default_before: list[object] = []  # what torch.set_default_device had set when the GPUs went on
 # These write their result, or the argument that they fill, and read nothing. Sources: TensorFactories.cpp,
 # RangeFactories.cu and Distributions.cu in aten/src/ATen/native and its cuda.
-_FILL = Row(moves("fill", lambda operation: bytes_of(operation.outputs or operation.inputs[:1])))
+_FITTED = figures.beside(__file__)["fill"]
+_FILL = Row(moves(_FITTED, lambda operation: bytes_of(operation.outputs or operation.inputs[:1])))
 OPERATORS = {
     **dict.fromkeys(("zeros", "ones", "full", "zeros_like", "ones_like", "full_like", "new_zeros", "new_ones",
                      "new_full", "scalar_tensor", "zero_", "fill", "arange", "range", "linspace", "logspace"), _FILL),

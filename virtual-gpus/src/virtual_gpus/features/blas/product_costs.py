@@ -14,7 +14,7 @@ from virtual_gpus import figures
 from virtual_gpus.clock.work import BYTES
 from virtual_gpus.gpus import GPUSpec, Precision
 
-_FITTED = figures.read("operators.toml")["products"]
+_FITTED = figures.beside(__file__)["products"]
 Tiles = tuple[tuple[int, int, float], ...]  # rows, columns, and the share of the peak that they reach
 
 

@@ -10,15 +10,18 @@ from typing import Any
 
 import torch
 
-from virtual_gpus.clock.cost import CHARGED_ELSEWHERE, FITTED, READS_AND_WRITES, OperatorClass
+from virtual_gpus import figures
+from virtual_gpus.clock.cost import CHARGED_ELSEWHERE, READS_AND_WRITES, OperatorClass, moves
 from virtual_gpus.clock.work import Cost, Operation
 from virtual_gpus.dispatch.operators import OpCall, Row
-from virtual_gpus.features.recipes import moves, not_deterministic
-from virtual_gpus.features.recipes.packed_inputs import channels_first_copy, packed, packed_copies
+from virtual_gpus.dispatch.recipes import channels_first_copy, not_deterministic, packed, packed_copies
 from virtual_gpus.memory_model import reduction_scratch
 from virtual_gpus.patches.table import Patch
 from virtual_gpus.placement.storages import gpu_of, nbytes
 from virtual_gpus.threads import below, seen
+
+_FITTED = figures.beside(__file__)["formulas"]
+REDUCTION, SORT = _FITTED["reduction"], _FITTED["sort"]  # other features have a sum, or a sort, on the way
 
 
 def take_buffers(call: OpCall, tensor: torch.Tensor, dims: Sequence[int] | None, partial_bytes: int) -> None:
@@ -118,12 +121,12 @@ def one_kernel(owner: Any, name: str) -> Callable[..., torch.Tensor]:
 def _reduction_cost(operation: Operation) -> Cost:
     """Few results of many numbers: threads leave partial sums, and the last block adds them up."""
     inputs, results = (sum(prod(p.shape) for p in parts) for parts in (operation.inputs, operation.outputs))
-    fitted = FITTED["reduction"]
-    far = inputs > fitted["numbers_per_result"] * max(1, results) and inputs > fitted["numbers"]
-    floor = fitted["floor_of_many" if far else "floor"] * operation.kernel
-    return Cost(floor + operation.reading(operation.nbytes, fitted["share"]), 2 if far else 1)
+    far = inputs > REDUCTION["numbers_per_result"] * max(1, results) and inputs > REDUCTION["numbers"]
+    floor = REDUCTION["floor_of_many" if far else "floor"] * operation.kernel
+    return Cost(floor + operation.reading(operation.nbytes, REDUCTION["share"]), 2 if far else 1)
 
 
+_SOFTMAX, _FINDS = moves(_FITTED["softmax"]), moves(_FITTED["nonzero"], lambda operation: 2 * operation.nbytes)
 _SCANS = ("cumsum", "cumprod")
 _packed = partial(packed, copy_of=channels_first_copy)
 _MEDIAN = not_deterministic("median CUDA with indices output", lambda call: len(call.func._schema.returns) == 2)
@@ -131,7 +134,7 @@ _BINCOUNT = not_deterministic("_bincount_cuda", lambda call: call["weights"] is 
 _HISTC = not_deterministic("_histc_cuda with floating point input", lambda call: call["self"].is_floating_point())
 _PAIRS = [(owner, name) for owner in (torch, torch.Tensor, torch.special) for name in ("softmax", "log_softmax")]
 _PATCHES: list[Patch] = [(*pair, one_kernel(*pair)) for pair in _PAIRS]
-_REDUCES, _SORTS, _BACK = OperatorClass(_reduction_cost), moves("sort"), moves("softmax_backward")
+_REDUCES, _SORTS, _BACK = OperatorClass(_reduction_cost), moves(SORT), moves(_FITTED["softmax_backward"])
 OPERATORS = {
     **dict.fromkeys(("sum", "mean", "nansum", "prod", "linalg_vector_norm", "norm"), Row(_REDUCES, reduction)),
     **dict.fromkeys(("amax", "amin", "max", "min", "all", "any"), Row(_REDUCES, partial(reduction, numbers=1))),
@@ -140,15 +143,15 @@ OPERATORS = {
     **dict.fromkeys(("var", "std", "var_mean", "std_mean"), Row(_REDUCES, partial(reduction, numbers=4, least=16))),
     "aminmax": Row(READS_AND_WRITES, partial(reduction, numbers=2)),
     "logsumexp": Row(CHARGED_ELSEWHERE, logsumexp),
-    **dict.fromkeys(("_softmax", "_log_softmax"), Row(moves("softmax"), _packed("self"), cpu_kernel=_of_halves)),
+    **dict.fromkeys(("_softmax", "_log_softmax"), Row(_SOFTMAX, _packed("self"), cpu_kernel=_of_halves)),
     "_softmax_backward_data": Row(_BACK, softmax_backward, cpu_kernel=_of_halves),
     "_log_softmax_backward_data": Row(_BACK, _packed("grad_output", "output"), cpu_kernel=_of_halves),
     **dict.fromkeys(("sort", "argsort", "topk", "_unique2", "unique_dim", "randperm"), Row(_SORTS)),
-    **dict.fromkeys(_SCANS, Row(moves("scan"), lambda call: after_cast(call)[0])),
+    **dict.fromkeys(_SCANS, Row(moves(_FITTED["scan"]), lambda call: after_cast(call)[0])),
     **dict.fromkeys(("median", "nanmedian"), Row(READS_AND_WRITES, check=_MEDIAN)),
     "bincount": Row(READS_AND_WRITES, check=_BINCOUNT),
     # Found places, with the number of them first, for which the host waits (cuda/Nonzero.cu).
-    **dict.fromkeys(("nonzero", "unique_consecutive"), Row(moves("nonzero", lambda operation: 2 * operation.nbytes))),
+    **dict.fromkeys(("nonzero", "unique_consecutive"), Row(_FINDS)),
     "equal": Row(CHARGED_ELSEWHERE, partial(compared, torch.eq)),
     "allclose": Row(CHARGED_ELSEWHERE, partial(compared, torch.isclose)),
     "_local_scalar_dense": Row(CHARGED_ELSEWHERE),  # all that it takes is that the host waits

@@ -12,6 +12,7 @@ import torch
 from virtual_gpus.dispatch import known
 from virtual_gpus.dispatch.timing import charge_kernel
 from virtual_gpus.entrance import entrance
+from virtual_gpus.features.normalization.norms import LAYER_NORM, LAYER_NORM_BACKWARD
 from virtual_gpus.machine import VirtualGPU
 from virtual_gpus.patches.table import Patch
 from virtual_gpus.placement.storages import gpu_of, is_wrapper, nbytes, place_all, scratch
@@ -32,7 +33,7 @@ class RMSNorm(torch.autograd.Function):
         """(..., *shape) -> the same; numbers as the CPU's composite operator gives them."""
         result, rstd = _below(gpu, _normalized, input, weight, shape, eps)
         place_all(result, gpu)
-        charge_kernel(gpu, "native_layer_norm", [input], [result], trains)
+        charge_kernel(gpu, "native_layer_norm", LAYER_NORM, [input], [result], trains)
         place_all(rstd, gpu)
         ctx.save_for_backward(input, weight, rstd)
         ctx.shape, ctx.eps = shape, eps
@@ -58,7 +59,7 @@ def _backward(input: Tensor, weight: Maybe, shape: Shape, eps: Eps, gradient: Te
     with scratch(gpu, 0 if gradient.is_contiguous() else nbytes(gradient)):
         gradients = _below(gpu, _gradients, input, weight, shape, eps, gradient)
         place_all(gradients, gpu)
-        charge_kernel(gpu, "native_layer_norm_backward", [input, gradient], [input])
+        charge_kernel(gpu, "native_layer_norm_backward", LAYER_NORM_BACKWARD, [input, gradient], [input])
     return gradients
 
 

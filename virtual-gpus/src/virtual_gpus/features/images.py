@@ -5,15 +5,17 @@ from __future__ import annotations
 
 import torch
 
-from virtual_gpus.clock.cost import READS_AND_WRITES, OperatorClass
+from virtual_gpus import figures
+from virtual_gpus.clock.cost import READS_AND_WRITES, OperatorClass, moves
 from virtual_gpus.clock.work import Cost, Operation
 from virtual_gpus.dispatch.operators import OpCall, Row
-from virtual_gpus.features.recipes import FIGURES, moves, not_deterministic
-from virtual_gpus.features.recipes.packed_inputs import packed
+from virtual_gpus.dispatch.recipes import not_deterministic, packed
+
+_FITTED = figures.beside(__file__)
 
 
 def _max_pool_backward_cost(operation: Operation) -> Cost:
-    fitted = FIGURES["max_pool_backward"]
+    fitted = _FITTED["max_pool_backward"]
     share = fitted["share_channels_last" if operation.inputs[1].channels_last else "share"]
     return Cost(fitted["floor"] * operation.kernel + operation.reading(operation.nbytes, share), 1)
 
@@ -37,7 +39,7 @@ def _gradients(names: str, *inputs: str, refused: str = "") -> dict[str, Row]:
 _MAX_POOL_BACKWARD = OperatorClass(_max_pool_backward_cost, depends_on_strides=True)
 _GRID_SAMPLER = not_deterministic("grid_sampler_2d_backward_cuda", _without_cudnn)
 OPERATORS = {
-    "max_pool2d_with_indices": Row(moves("max_pool"), packed("self")),
+    "max_pool2d_with_indices": Row(moves(_FITTED["max_pool"]), packed("self")),
     "max_pool2d_with_indices_backward": Row(_MAX_POOL_BACKWARD, packed("grad_output", "self")),
     **dict.fromkeys(("max_pool3d_with_indices", "avg_pool2d", "avg_pool3d", "upsample_nearest2d"),
                     Row(READS_AND_WRITES, packed("self"))),

@@ -11,14 +11,15 @@ from typing import Any
 
 import torch
 
+from virtual_gpus import figures
 from virtual_gpus.arithmetic import ceil_div, power_of_2
-from virtual_gpus.clock.cost import COPIES, OperatorClass
+from virtual_gpus.clock.cost import COPIES, OperatorClass, moves
 from virtual_gpus.clock.work import Cost, Operand, Operation
 from virtual_gpus.dispatch.operators import OpCall, Row
-from virtual_gpus.features.recipes import FIGURES, moves
-from virtual_gpus.features.recipes.packed_inputs import packed_copies
+from virtual_gpus.dispatch.recipes import packed_copies
 from virtual_gpus.placement.storages import StorageAllocation
 
+_FITTED = figures.beside(__file__)["formulas"]
 _MANY_ROWS = 64 * 1024
 # MAX_BLOCK_SIZE, ELEMENTS_PER_THREAD, OPTIMAL_TILE_W, MAX_H_BLOCK of channels-last kernels; the fewest blocks that pay
 _LAST_BLOCK, _ELEMENTS_PER_THREAD, _TILE_WIDTH, _MOST_BLOCKS, _LEAST_BLOCKS = 512, 16, 32, 128, 8
@@ -131,7 +132,7 @@ def _partial_sums(tensor: torch.Tensor, per_block: int) -> tuple[int, ...]:
 
 def _batch_norm_cost(operation: Operation) -> Cost:
     """A block of threads per channel: few channels leave the GPU half idle, unless the channels are last."""
-    arguments, fitted = operation.arguments, FIGURES["batch_norm"]
+    arguments, fitted = operation.arguments, _FITTED["batch_norm"]
     mask = arguments.get("output_mask", ())
     training, backward = arguments["train" if mask else "training"], len(mask) > 0
     images, weight = operation.inputs[backward], operation.inputs[backward + 1].itemsize if arguments["weight"] else 0
@@ -140,7 +141,7 @@ def _batch_norm_cost(operation: Operation) -> Cost:
     if not adds:
         return COPIES.formula(operation)
     channels, processors = images.shape[1], operation.spec.multi_processor_count
-    direction = FIGURES["batch_norm_backward" if backward else "batch_norm_forward"]
+    direction = _FITTED["batch_norm_backward" if backward else "batch_norm_forward"]
     if not (on_cudnn or last):
         # PyTorch's own kernels: a block of threads goes through the pieces of its channel one after the other
         chain = direction["chain"] + direction["per_number"] * (images.nbytes / images.itemsize / channels)
@@ -155,19 +156,20 @@ def _batch_norm_cost(operation: Operation) -> Cost:
 
 def _group_norm_cost(operation: Operation) -> Cost:
     """A block of threads per sample and group, which the statistics count: few of them leave the GPU half idle."""
-    fitted, blocks = FIGURES["group_norm"], prod(operation.outputs[1].shape) if len(operation.outputs) > 1 else 1
+    fitted, blocks = _FITTED["group_norm"], prod(operation.outputs[1].shape) if len(operation.outputs) > 1 else 1
     busy = min(fitted["share"], blocks / (fitted["waves"] * operation.spec.multi_processor_count))
     images = operation.inputs[0].nbytes
     return Cost(fitted["floor"] * operation.kernel + operation.reading(images, busy) + operation.reading(2 * images), 2)
 
 
+LAYER_NORM, LAYER_NORM_BACKWARD = moves(_FITTED["layer_norm"]), moves(_FITTED["layer_norm_backward"])
 _FORWARD = OperatorClass(_batch_norm_cost, depends_on_strides=True, arguments=("weight", "training"), asks_cudnn=True)
 _BACKWARD = _FORWARD._replace(arguments=("weight", "train", "output_mask"))
 OPERATORS = {
-    "native_layer_norm": Row(moves("layer_norm"), layer_norm),
-    "native_layer_norm_backward": Row(moves("layer_norm_backward"), layer_norm_backward),
+    "native_layer_norm": Row(LAYER_NORM, layer_norm),
+    "native_layer_norm_backward": Row(LAYER_NORM_BACKWARD, layer_norm_backward),
     "native_group_norm": Row(OperatorClass(_group_norm_cost), group_norm),
-    "native_group_norm_backward": Row(moves("group_norm_backward"), group_norm_backward),
+    "native_group_norm_backward": Row(moves(_FITTED["group_norm_backward"]), group_norm_backward),
     "native_batch_norm": Row(_FORWARD, batch_norm),
     "native_batch_norm_backward": Row(_BACKWARD, batch_norm),
 }

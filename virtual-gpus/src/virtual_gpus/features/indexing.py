@@ -11,16 +11,18 @@ from math import prod
 
 import torch
 
-from virtual_gpus.clock.cost import CHARGED_ELSEWHERE, READS_AND_WRITES, Bytes, OperatorClass, bytes_of
+from virtual_gpus import figures
+from virtual_gpus.clock.cost import CHARGED_ELSEWHERE, READS_AND_WRITES, Bytes, OperatorClass, bytes_of, moves
 from virtual_gpus.clock.work import Cost, Operation
 from virtual_gpus.dispatch.operators import OpCall, Row
+from virtual_gpus.dispatch.recipes import channels_first_copy, not_deterministic, packed, packed_copies
 from virtual_gpus.dispatch.timing import charge_read, send
-from virtual_gpus.features.recipes import FIGURES, moves, not_deterministic
-from virtual_gpus.features.recipes.packed_inputs import channels_first_copy, packed, packed_copies
+from virtual_gpus.features.reductions import SORT
 from virtual_gpus.patches.table import Patch
 from virtual_gpus.placement.storages import StorageAllocation, gpu_of, is_pinned, nbytes, put
 from virtual_gpus.threads import seen, this_thread
 
+_FITTED = figures.beside(__file__)
 _INDICES_WALKED = 3072  # by one block of threads; more are sorted
 _ROWS_PER_THREAD = 10
 _MAX = 2  # as C++ counts EmbeddingBag's modes
@@ -157,7 +159,7 @@ def _multiplies(call: OpCall) -> bool:
 
 
 def _embedding_backward_cost(operation: Operation) -> Cost:
-    numbers, fitted = prod(operation.inputs[1].shape), FIGURES["embedding_backward"]
+    numbers, fitted = prod(operation.inputs[1].shape), _FITTED["embedding_backward"]
     written = operation.outputs[0].nbytes + operation.inputs[0].nbytes
     floor = fitted["floor"] + fitted["per_number"] * min(numbers, _INDICES_WALKED)
     return Cost(operation.kernel * floor + operation.reading(written), 2 if numbers <= _INDICES_WALKED else 8)
@@ -171,7 +173,7 @@ def _writes(nbytes: Bytes, *arguments: str) -> OperatorClass:
         is_there = operation.in_place or operation.arguments.get("accumulate", False)
         return nbytes(operation) + (0 if is_there else 2 * operation.inputs[0].nbytes)
 
-    return moves("rows_added", moved, is_fusible=False)._replace(arguments=arguments)
+    return moves(_FITTED["rows_added"], moved, is_fusible=False)._replace(arguments=arguments)
 
 
 def _put_bytes(operation: Operation) -> int:
@@ -203,15 +205,16 @@ def _named_bytes(operation: Operation) -> int:
     return first.nbytes // max(1, (first.shape or (1,))[dim]) * prod(index.shape)
 
 
-_TAKES = moves("rows_taken", lambda operation: 2 * bytes_of(operation.outputs))  # only the rows that are asked for
-_BAGS = moves("rows_taken", lambda operation: _named_bytes(operation) + operation.nbytes - operation.inputs[0].nbytes)
+_ROWS = _FITTED["rows_taken"]
+_TAKES = moves(_ROWS, lambda operation: 2 * bytes_of(operation.outputs))  # only the rows that are asked for
+_BAGS = moves(_ROWS, lambda operation: _named_bytes(operation) + operation.nbytes - operation.inputs[0].nbytes)
 _ADDS = _writes(lambda operation: 3 * operation.inputs[-1].nbytes)  # only the named rows
 _COPIES = _writes(lambda operation: 2 * operation.inputs[-1].nbytes)
 _WRITES_NAMED, _FILLS = _writes(_put_bytes, "indices", "accumulate"), _writes(_named_bytes, "dim")
-_SORTS = moves("sort", lambda operation: 32 * max((prod(part.shape) for part in operation.inputs[1:-1]), default=0))
+_SORTS = moves(SORT, lambda operation: 32 * max((prod(part.shape) for part in operation.inputs[1:-1]), default=0))
 _PUTS = _WRITES_NAMED._replace(formula=_put_cost)
 _SCATTERS = _writes(_scattered_bytes, "reduce", "accumulate")
-_ZEROS_AND_VALUES = moves("zeros_and_values", lambda operation: operation.nbytes + bytes_of(operation.inputs))
+_ZEROS_AND_VALUES = moves(_FITTED["zeros_and_values"], lambda operation: operation.nbytes + bytes_of(operation.inputs))
 _OF_BAGS = not_deterministic("embedding_bag_backward_cuda_max", lambda call: call["mode"] == _MAX)
 _OF_PRODUCTS = not_deterministic("scatter_reduce_cuda_kernel", _multiplies)
 _OF_REDUCED = not_deterministic("scatter_reduce_cuda_prod_", lambda call: call["reduce"] == "prod")

@@ -12,16 +12,18 @@ from __future__ import annotations
 import functools
 import os
 import threading
+from collections.abc import Callable
 from math import prod
+from typing import Any
 
 import torch
 
-from virtual_gpus import errors
+from virtual_gpus import errors, figures
 from virtual_gpus.clock.cost import READS_AND_WRITES, OperatorClass, moves
-from virtual_gpus.clock.cost_matmul import product
 from virtual_gpus.clock.work import Cost, Operation, added_on_host
-from virtual_gpus.dispatch.half_precision import MULTIPLIED, in_its_type
+from virtual_gpus.dispatch.half_precision import widened
 from virtual_gpus.dispatch.operators import OpCall, Row
+from virtual_gpus.features.blas.product_costs import product
 from virtual_gpus.machine import Kept, VirtualGPU, active
 from virtual_gpus.memory_model import Library, blas_workspaces
 from virtual_gpus.patches.table import Patch
@@ -29,6 +31,7 @@ from virtual_gpus.placement.storages import ScratchBlock, nbytes
 from virtual_gpus.threads import OfEachThread, this_thread
 from virtual_gpus.versions import LT_FOR_MATRICES_AS_BIAS
 
+MULTIPLIED = {torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.complex128}  # by CUDA
 _LT_TYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 stands_in_for: OfEachThread[object] = OfEachThread(None)  # the replica of DataParallel whose thread this one is
 
@@ -148,6 +151,19 @@ def _has_lt_bias(call: OpCall) -> bool:
     return half and call.gpu.machine.settings.version >= LT_FOR_MATRICES_AS_BIAS
 
 
+def _in_its_type(func: torch._ops.OpOverload) -> Callable[..., Any] | None:
+    """See `widened`. The CPU has no kernel for the overloads with a dtype for the result."""
+    if func._schema.overload_name.startswith("dtype"):
+        return functools.partial(_in_another_dtype, getattr(torch, func.overloadpacket.__name__))
+    return widened(func)
+
+
+def _in_another_dtype(product: Callable[..., torch.Tensor], *args: Any, **options: Any) -> torch.Tensor:
+    """A product of matrices whose last argument is the dtype of the result, in which the GPU adds up."""
+    *matrices, dtype = args
+    return product(*(matrix.to(dtype) for matrix in matrices), **options)
+
+
 def _matrices(operation: Operation, bias: int = 0) -> Cost:
     """bias: tensors in front of the two matrices."""
     first, second = operation.inputs[bias : bias + 2]
@@ -162,15 +178,15 @@ def _matrices(operation: Operation, bias: int = 0) -> Cost:
 
 _PRODUCT = OperatorClass(_matrices, is_fusible=False, tf32_setting="matmul", depends_on_strides=True)
 _ADDED = _PRODUCT._replace(formula=lambda operation: _matrices(operation, bias=1))
-_VECTOR = moves("vector", is_fusible=False, host=_HOST)
+_VECTOR = moves(figures.beside(__file__)["vector"], is_fusible=False, host=_HOST)
 _of = functools.partial(functools.partial, with_workspace)  # the recipe, with what it needs of an operator
 OPERATORS = {
-    "mm": Row(_PRODUCT, _of(kernel="addmm_cuda", matrices=_FIRST_TWO), cpu_kernel=in_its_type),
-    "bmm": Row(_PRODUCT, _of(kernel="baddbmm_cuda", matrices=_FIRST_TWO), cpu_kernel=in_its_type),
-    "addmm": Row(_ADDED, addmm, cpu_kernel=in_its_type),
+    "mm": Row(_PRODUCT, _of(kernel="addmm_cuda", matrices=_FIRST_TWO), cpu_kernel=_in_its_type),
+    "bmm": Row(_PRODUCT, _of(kernel="baddbmm_cuda", matrices=_FIRST_TWO), cpu_kernel=_in_its_type),
+    "addmm": Row(_ADDED, addmm, cpu_kernel=_in_its_type),
     "_addmm_activation": Row(_ADDED, addmm),
     "addmm_": Row(_ADDED, _of(kernel="addmm_cuda", matrices=_LAST_TWO)),
-    "baddbmm": Row(_ADDED, _of(kernel="baddbmm_cuda", matrices=_LAST_TWO), cpu_kernel=in_its_type),
+    "baddbmm": Row(_ADDED, _of(kernel="baddbmm_cuda", matrices=_LAST_TWO), cpu_kernel=_in_its_type),
     "baddbmm_": Row(_ADDED, _of(kernel="baddbmm_cuda", matrices=_LAST_TWO)),
     **dict.fromkeys(("addbmm", "addbmm_"), Row(_ADDED, _of(kernel="addmm_cuda"))),
     **dict.fromkeys(("_int_mm", "_scaled_mm"), Row(_PRODUCT, _of(lt=True))),

@@ -9,16 +9,17 @@ from typing import Any
 
 import torch
 
+from virtual_gpus import figures
 from virtual_gpus.arithmetic import ceil_div
 from virtual_gpus.clock.cost import READS_AND_WRITES, OperatorClass, bytes_of
 from virtual_gpus.clock.work import Cost, Operation
 from virtual_gpus.dispatch.operators import OpCall, Row
-from virtual_gpus.features.recipes import FIGURES, not_deterministic
-from virtual_gpus.features.recipes.packed_inputs import channels_first_copy, packed, packed_copies
-from virtual_gpus.features.recipes.reductions import take_buffers
+from virtual_gpus.dispatch.recipes import channels_first_copy, not_deterministic, packed, packed_copies
+from virtual_gpus.features.reductions import take_buffers
 from virtual_gpus.patches.table import Patch
 from virtual_gpus.placement.storages import StorageAllocation, gpu_of, nbytes, put
 
+_FITTED = figures.beside(__file__)
 _NO_REDUCTION = 0  # at::Reduction::None
 
 
@@ -30,7 +31,7 @@ def nll_loss_of_images(call: OpCall) -> torch.Tensor | tuple[torch.Tensor, ...]:
 
 def _nll_cost(operation: Operation) -> Cost:
     """Each of 32 threads adds up many rows, and of images (cuda/NLLLoss2d.cu) each of 1,024 a block many pixels."""
-    fitted, forward = FIGURES["nll_loss"], "grad_output" not in operation.arguments
+    fitted, forward = _FITTED["nll_loss"], "grad_output" not in operation.arguments
     (rows, *sides), per_row = operation.inputs[2 - forward].shape or (1,), "per_row" if forward else "per_row_backward"
     if sides:
         blocks, at_once = max(1, prod(sides) // (1024 * 128)), 2 * operation.spec.multi_processor_count

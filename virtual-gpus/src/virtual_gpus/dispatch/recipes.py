@@ -1,0 +1,62 @@
+"""Recipes: the memory that CUDA's kernels use and the CPU's do not. What those of several features are made of.
+
+A *recipe* runs one ATen operator and counts the memory that CUDA would use for it:
+
+    def safe_softmax(call):                   # an `OpCall`, see `dispatch.operators`
+        with call.scratch(1024):              # temporaries, in CUDA's order
+            return call.run()                 # the kernel itself, and blocks for its results
+
+A recipe returns results that have blocks. Each feature has a family of operators. Its `OPERATORS` has a row for each,
+with its recipe and all else that is known of it. An operator without a recipe takes only the memory of its results.
+
+The rules come from PyTorch's source code, and are exact to the byte there, or were fitted to measurements on an H200,
+where NVIDIA does not publish them: cuDNN's workspaces (`conv.workspaces`, `rnn.sizes`). docs/accuracy.md compares both
+with a real GPU, and says how to repeat that. What does not follow from another GPU's data sheet is taken from the H200.
+
+Many of CUDA's kernels want *packed inputs*: others are copied first, and the copy lives as long as the kernel. The
+CPU's kernels copy as well, but not always the same inputs, and on no GPU. Most often it is a gradient that was expanded
+from one number, as after `loss.sum()`. Sources: `contiguous` and `expect_contiguous` in aten/src/ATen/native/cuda
+(SoftMax.cu, layer_norm_kernel.cu, group_norm_kernel.cu, DilatedMaxPool2d.cu, ...) and cudnn/BatchNorm.cpp.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch._prims_common import alert_not_deterministic
+
+from virtual_gpus.dispatch.operators import OpCall
+from virtual_gpus.placement.storages import CHANNELS_LAST, nbytes
+
+_CopyBytes, _Result = Callable[[torch.Tensor], int], torch.Tensor | tuple[torch.Tensor, ...]
+
+
+def packed_copy(tensor: torch.Tensor | None) -> int:
+    """Bytes of the packed copy that CUDA makes of `tensor`; 0 if it is packed, in either order of channels."""
+    if tensor is None or tensor.is_contiguous():
+        return 0
+    last = CHANNELS_LAST.get(tensor.dim())
+    return 0 if last is not None and tensor.is_contiguous(memory_format=last) else nbytes(tensor)
+
+
+def channels_first_copy(tensor: torch.Tensor) -> int:
+    """The same for kernels that do not know channels last, such as that of a cross entropy over images."""
+    return 0 if tensor.is_contiguous() else nbytes(tensor)
+
+
+def packed_copies(call: OpCall, names: tuple[str, ...], copy_of: _CopyBytes = packed_copy) -> list[int]:
+    """Bytes of the copy of each named input that is not packed."""
+    return [size for name in names if (size := copy_of(call[name]))]
+
+
+def packed(*names: str, copy_of: _CopyBytes = packed_copy) -> Callable[[OpCall], _Result]:
+    """The recipe of a kernel that has its results first, then packed copies. names: of inputs, in their order."""
+    return lambda call: call.run(*packed_copies(call, names, copy_of))
+
+
+def not_deterministic(kernel: str, only_if: Callable[[OpCall], bool] = lambda call: True) -> Callable[[OpCall], None]:
+    """A `check` that raises or warns, under `torch.use_deterministic_algorithms(True)`, if `only_if` is true.
+    kernel: its name in CUDA's message. Source: the calls of `alertNotDeterministic` in aten/src/ATen/native/cuda, as
+    they are in the CUDA libraries of 2.11 to 2.15. What the CPU's kernel refuses itself is not repeated."""
+    return lambda call: alert_not_deterministic(kernel) if only_if(call) else None

@@ -1,0 +1,1 @@
+"""Batch, layer, group and RMS norm, and batch norm over several GPUs."""
