@@ -12,7 +12,7 @@ from math import prod
 import torch
 
 from virtual_gpus import figures
-from virtual_gpus.clock.cost import CHARGED_ELSEWHERE, READS_AND_WRITES, Bytes, OperatorClass, bytes_of, moves
+from virtual_gpus.clock.cost import CHARGED_ELSEWHERE, READS_AND_WRITES, Bytes, OperatorClass, Parts, bytes_of, moves
 from virtual_gpus.clock.work import Cost, Operation
 from virtual_gpus.dispatch.operators import OpCall, Row
 from virtual_gpus.dispatch.recipes import channels_first_copy, not_deterministic, packed, packed_copies
@@ -26,14 +26,17 @@ _FITTED = figures.beside(__file__)
 _INDICES_WALKED = 3072  # by one block of threads; more are sorted
 _ROWS_PER_THREAD = 10
 _MAX = 2  # as C++ counts EmbeddingBag's modes
+_SORTED = 2 * (8 + 8)  # bytes that a sort reads and writes: an int64 and where it was
 
 
 def embedding_backward(call: OpCall) -> torch.Tensor:
-    """The dense gradient of an embedding's weight."""
-    indices, gradient = call["indices"], call["grad_output"]
+    """The dense gradient of an embedding's weight, or of a table of bags, for whose sums all indices are sorted."""
+    (gradient, indices), bags = call.tensors[:2], "mode" in call.op.positions
     count, size = indices.numel(), indices.element_size()
-    by_frequency, copies = call["scale_grad_by_freq"], packed_copies(call, ("grad_output", "indices"))
-    if count <= _INDICES_WALKED and not by_frequency:
+    by_frequency, copies = call["scale_grad_by_freq"], packed_copies(call, (call.op.names[0], "indices"))
+    if "sparse" in call.op.positions and call["sparse"]:
+        return call.run()
+    if call["mode"] == _MAX if bags else count <= _INDICES_WALKED and not by_frequency:
         with call.scratch(*copies):
             return call.run()
     # Copies of inputs; the indices sorted, where each was, how often.
@@ -75,16 +78,35 @@ def index(call: OpCall) -> torch.Tensor:
 
 
 def index_put(call: OpCall) -> torch.Tensor:
-    """x[i] += ... with repeated indices sorts them. In a backward pass CUDA writes into the zeros that it is given.
+    """x[i] += ... with repeated indices sorts all that they broadcast to, and copies values that are fewer
+    (index_put_with_sort_kernel in cuda/Indexing.cu). In a backward pass CUDA writes into the zeros that it is given.
     PyTorch's formula copies them only because a dispatch mode is on: the result takes their block over."""
     _make_indices(call)
     if not call["accumulate"]:
         return call.run(*_copies(call))
-    count = max((index.numel() for index in call["indices"] if index is not None), default=0)
+    target, values, indices = call["self"], call["values"], call["indices"]
+    count = prod(torch.broadcast_shapes(*(index.shape for index in indices if index is not None)))
+    whole = count * prod(size for size, index in zip_longest(target.shape, indices) if index is None)
+    copies = [channels_first_copy(values) if values.numel() >= whole else whole * values.itemsize]
     in_place = this_thread.in_backward and call.op.base == "index_put"
-    with call.scratch(*_copies(call), *[8 * count] * 3, *packed_copies(call, ("values",), channels_first_copy)):
+    with call.scratch(*_copies(call), 8 * count, *filter(None, copies), 8 * count, 8 * count):
         _sort(call, count, 8)
-        return call.run_in_place(call["self"]) if in_place else call.run()
+        return call.run_in_place(target) if in_place else call.run()
+
+
+def masked_scatter(call: OpCall) -> torch.Tensor:
+    """The number of chosen places before each one, and packed copies (masked_scatter__cuda in cuda/IndexKernel.cpp)."""
+    result = call.run()
+    mask, count = call["mask"], result.numel()
+    copies = [count if mask.shape != result.shape else channels_first_copy(mask), channels_first_copy(call["source"])]
+    with call.scratch(*filter(None, [8 * count, *copies])):
+        return result
+
+
+def repeat_interleave(call: OpCall) -> torch.Tensor:
+    """Where each element's copies end comes first (aten/src/ATen/native/Repeat.h)."""
+    with call.scratch(8 * call["repeats"].numel()):
+        return call.run()
 
 
 def _make_indices(call: OpCall) -> None:
@@ -162,7 +184,8 @@ def _embedding_backward_cost(operation: Operation) -> Cost:
     numbers, fitted = prod(operation.inputs[1].shape), _FITTED["embedding_backward"]
     written = operation.outputs[0].nbytes + operation.inputs[0].nbytes
     floor = fitted["floor"] + fitted["per_number"] * min(numbers, _INDICES_WALKED)
-    return Cost(operation.kernel * floor + operation.reading(written), 2 if numbers <= _INDICES_WALKED else 8)
+    kernels = fitted["kernels" if numbers <= _INDICES_WALKED else "kernels_of_many"]
+    return Cost(operation.kernel * floor + operation.reading(written), kernels)
 
 
 def _writes(nbytes: Bytes, *arguments: str) -> OperatorClass:
@@ -176,13 +199,18 @@ def _writes(nbytes: Bytes, *arguments: str) -> OperatorClass:
     return moves(_FITTED["rows_added"], moved, is_fusible=False)._replace(arguments=arguments)
 
 
+def _number_of(indices: Parts) -> int:
+    """What they broadcast to."""
+    return prod(map(max, zip_longest(*(index.shape[::-1] for index in indices), fillvalue=1)))
+
+
 def _put_bytes(operation: Operation) -> int:
     """A mask, of a byte for each number, may name all of them. Other indices name as many as they broadcast to."""
     target, *indices, values = operation.inputs
     if any(index.itemsize == 1 for index in indices):
         return operation.nbytes
     rest = (size for size, given in zip_longest(target.shape, operation.arguments["indices"]) if not given)
-    named = prod(map(max, zip_longest(*(index.shape[::-1] for index in indices), fillvalue=1))) * prod(rest)
+    named = _number_of(indices) * prod(rest)
     return bytes_of((*indices, values)) + named * target.itemsize * (1 + operation.arguments["accumulate"])
 
 
@@ -206,15 +234,20 @@ def _named_bytes(operation: Operation) -> int:
 
 
 _ROWS = _FITTED["rows_taken"]
-_TAKES = moves(_ROWS, lambda operation: 2 * bytes_of(operation.outputs))  # only the rows that are asked for
+# Only the rows that are asked for, and the indices.
+_TAKES = moves(_ROWS, lambda operation: 2 * bytes_of(operation.outputs) + bytes_of(operation.inputs[1:]))
 _BAGS = moves(_ROWS, lambda operation: _named_bytes(operation) + operation.nbytes - operation.inputs[0].nbytes)
-_ADDS = _writes(lambda operation: 3 * operation.inputs[-1].nbytes)  # only the named rows
-_COPIES = _writes(lambda operation: 2 * operation.inputs[-1].nbytes)
+_ADDS = _writes(lambda operation: 2 * operation.inputs[-1].nbytes + bytes_of(operation.inputs[1:]))
+_COPIES = _writes(lambda operation: operation.inputs[-1].nbytes + bytes_of(operation.inputs[1:]))
 _WRITES_NAMED, _FILLS = _writes(_put_bytes, "indices", "accumulate"), _writes(_named_bytes, "dim")
-_SORTS = moves(SORT, lambda operation: 32 * max((prod(part.shape) for part in operation.inputs[1:-1]), default=0))
+_SORTS = moves(SORT, lambda operation: _SORTED * _number_of(operation.inputs[1:-1]))
 _PUTS = _WRITES_NAMED._replace(formula=_put_cost)
 _SCATTERS = _writes(_scattered_bytes, "reduce", "accumulate")
 _ZEROS_AND_VALUES = moves(_FITTED["zeros_and_values"], lambda operation: operation.nbytes + bytes_of(operation.inputs))
+_BACK = OperatorClass(_embedding_backward_cost, is_fusible=False)
+# A scan of int64 numbers for each place, written and read, comes first.
+_CHOOSES = moves(_FITTED["chosen"], lambda operation: operation.nbytes + 16 * prod(operation.outputs[0].shape))
+_REPEATS = moves(_FITTED["repeats"], lambda operation: operation.nbytes + 16 * prod(operation.inputs[0].shape))
 _OF_BAGS = not_deterministic("embedding_bag_backward_cuda_max", lambda call: call["mode"] == _MAX)
 _OF_PRODUCTS = not_deterministic("scatter_reduce_cuda_kernel", _multiplies)
 _OF_REDUCED = not_deterministic("scatter_reduce_cuda_prod_", lambda call: call["reduce"] == "prod")
@@ -224,19 +257,22 @@ OPERATORS = {
     **dict.fromkeys(("index", "_unsafe_index"), _indexed(_TAKES, index)),
     **dict.fromkeys(("index_put", "index_put_", "_index_put_impl_", "_unsafe_index_put"), _indexed(_PUTS, index_put)),
     "masked_select": Row(CHARGED_ELSEWHERE, masked_select),
+    **dict.fromkeys(("masked_scatter", "masked_scatter_"), Row(_CHOOSES, masked_scatter)),
     "index_fill": Row(_FILLS),
     "index_fill_": Row(_FILLS, on_host={"index"}),  # x[i] = 5, where C++ sees CPU tensors; on CUDA it is index_put_
-    "repeat_interleave": _row(size_is_known=lambda call: call["output_size"] is not None),
+    "repeat_interleave": Row(_REPEATS, repeat_interleave, size_is_known=lambda call: call["output_size"] is not None),
     "tensor_split": _row(on_host={"tensor_indices_or_sections"}),
     "embedding": Row(_TAKES, packed("indices")),
-    "embedding_dense_backward": Row(OperatorClass(_embedding_backward_cost, is_fusible=False), embedding_backward),
+    "embedding_dense_backward": Row(_BACK, embedding_backward),
     **dict.fromkeys(("index_select", "gather", "take"), Row(_TAKES)),
     **dict.fromkeys(("_embedding_bag", "_embedding_bag_forward_only"), Row(_BAGS, embedding_bag)),
     "index_copy": Row(_COPIES),
     **dict.fromkeys(("index_add", "scatter_add"), Row(_ADDS)),
     **dict.fromkeys(("select_backward", "slice_backward"), Row(_ZEROS_AND_VALUES)),
     "masked_fill": _row(mixture=mask_elsewhere),
-    **dict.fromkeys(("_embedding_bag_backward", "_embedding_bag_dense_backward"), _row(check=_OF_BAGS)),
+    **dict.fromkeys(
+        ("_embedding_bag_backward", "_embedding_bag_dense_backward"), Row(_BACK, embedding_backward, _OF_BAGS)
+    ),
     "index_reduce": Row(_ADDS, check=not_deterministic("index_reduce_cuda")),
     # The CPU's kernel refuses the other calls of `put_` itself.
     "put": Row(_SCATTERS, check=not_deterministic("put_", lambda call: call["accumulate"])),
