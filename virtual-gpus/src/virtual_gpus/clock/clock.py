@@ -92,6 +92,11 @@ class Arrival:
         return self._end
 
 
+def _cut(gap: list[float], start: float, end: float) -> None:
+    """Take a time out of an idle one, [start, end], of which the longer part is left."""
+    gap[:] = (end, gap[1]) if gap[1] - end > start - gap[0] else (gap[0], start)
+
+
 class Track:
     """One GPU: when each stream is free, and when the multiprocessors are."""
 
@@ -119,8 +124,7 @@ class Track:
         for gap in self.gaps.copy():  # in one piece: a thread that was left over may add to them meanwhile
             start = max(gap[0], earliest)
             if start + seconds <= gap[1]:
-                end = start + seconds
-                gap[:] = (end, gap[1]) if gap[1] - end > start - gap[0] else (gap[0], start)  # the longer part is kept
+                _cut(gap, start, start + seconds)
                 return start
         self.free_from = free + seconds
         return free
@@ -132,13 +136,13 @@ class Track:
         free = self.free_from
         if start >= free:
             return self.take(start, seconds)
-        taken = min(end, free) - start
+        displaced = min(end, free) - start  # seconds of kernels that were issued before, so without the gaps in between
         for gap in self.gaps.copy():
             idle = min(end, gap[1]) - max(start, gap[0])
             if idle > 0:
-                taken -= idle
-                gap[:] = (end, gap[1]) if gap[1] - end > start - gap[0] else (gap[0], start)
-        self.free_from = max(free, end) + taken
+                displaced -= idle
+                _cut(gap, start, end)
+        self.free_from = max(free, end) + displaced
         self.note(free, self.free_from)
         for stream, until in self.streams.copy().items():
             if start < until <= free and isinstance(stream, int) and stream not in self.urgent:

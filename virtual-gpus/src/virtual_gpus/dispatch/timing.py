@@ -224,10 +224,12 @@ def _plain(value: Any) -> Any:
     return isinstance(value, _Tensor) or value
 
 
-def _operation(call: OpCall, made: TensorList, given: tuple[Any, ...] | None) -> Operation:
-    """What the formula is given, which is no more than the key of `_kept` has. made: the results, or what was written.
-    given: what `_more` says."""
-    op, time, more = call.op, call.op.row.time, _More(*given or ())
+def _operation(call: OpCall, made: TensorList, extra: tuple[Any, ...] | None) -> Operation:
+    """What the formula is given. Nothing that the key of `_kept` lacks, since its seconds are those of all such calls.
+
+    made: the results, or the tensors that were written. extra: what `_more` returned; None if it was not asked.
+    """
+    op, time, more = call.op, call.op.row.time, _More(*extra or ())
     outputs, inputs = (tuple(Operand(tuple(t.shape), t.itemsize) for t in tensors) for tensors in (made, call.tensors))
     if more.strides:
         inputs = tuple(part._replace(strides=at) for part, at in zip(inputs, more.strides, strict=True))
