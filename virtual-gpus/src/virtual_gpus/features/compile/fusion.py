@@ -11,17 +11,18 @@ changes (`GraphLowering.output` in torch/_inductor/graph.py): when the function 
 of older tensors, and at the end of a backward pass, the gradients that are still there. What autograd alone keeps of
 the forward pass is not written: the backward pass computes it again (torch/_functorch/partitioners.py).
 
-Eager code keeps its eager backward pass. A node of autograd belongs to compiled code if its number is one of those
-that its thread gave while a compiled function ran. The node that adds a gradient to a leaf's belongs to none.
+Eager code keeps its eager backward pass. A node of autograd belongs to compiled code if it was made while a compiled
+function ran, or another such node, as in a checkpoint. Its number says so: a thread gives them out one after the other.
+The node that adds a gradient to a leaf's has none, and belongs to eager code.
 """
 
 from __future__ import annotations
 
 import threading
 import weakref
-from bisect import bisect_right
-from collections import Counter
-from collections.abc import Callable, Iterable
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -37,10 +38,9 @@ from virtual_gpus.settings import Settings
 from virtual_gpus.threads import this_thread
 
 _next_number = torch._C._autograd._get_sequence_nr
-_current_node, _current_pass = torch._C._current_autograd_node, torch._C._current_graph_task_id
-_queue_callback = torch.autograd.Variable._execution_engine.queue_callback
+_current_node = torch._C._current_autograd_node
 _OF_A_LEAF = 2**64 - 1  # the number of every node that adds to a leaf's gradient (torch/csrc/autograd/function.h)
-_MOST = 65536  # calls whose nodes are told from eager ones
+_MOST = 65536  # ranges of numbers that are kept, chosen: more than the calls that one graph comes from
 
 
 def check_settings(settings: Settings) -> None:
@@ -57,19 +57,24 @@ class _CompiledCall:
         self.made, self.changed = weakref.WeakSet[StorageAllocation](), weakref.WeakSet[StorageAllocation]()
 
 
+class _Pass:
+    """A backward pass."""
+
+
 class _Unwritten(NamedTuple):
-    """Bytes that fused operators have still to write. owner: the call that made them, or the backward pass's number."""
+    """Bytes that fused operators have still to write. owner: what made them."""
 
     nbytes: int
-    owner: _CompiledCall | int
+    owner: _CompiledCall | _Pass
 
 
 class _OfThread(threading.local):
-    """The outermost call that runs in a thread, and which numbers its calls gave to nodes of autograd, in order."""
+    """The outermost call and the innermost pass that run in a thread. numbers: those of compiled code's nodes."""
 
     def __init__(self) -> None:
         self.call: _CompiledCall | None = None
-        self.first, self.past = list[int](), list[int]()
+        self.running: _Pass | None = None
+        self.numbers = deque[range](maxlen=_MOST)  # in order
 
 
 class Fusion(Charger[VirtualGPU]):
@@ -77,7 +82,7 @@ class Fusion(Charger[VirtualGPU]):
 
     def __init__(self) -> None:
         self._unwritten: weakref.WeakKeyDictionary[StorageAllocation, _Unwritten] = weakref.WeakKeyDictionary()
-        self._of_thread, self._last_pass = _OfThread(), -1
+        self._of_thread = _OfThread()
 
     def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a compiled function, whose operators are fused, and charge the writing of what it leaves behind."""
@@ -86,15 +91,13 @@ class Fusion(Charger[VirtualGPU]):
             return function(*args, **kwargs)
         state.call = call = _CompiledCall()
         if outer is None:
-            del state.first[:-_MOST], state.past[:-_MOST]
-            state.first.append(_next_number())
-            state.past.append(_OF_A_LEAF)
+            state.numbers.append(range(_next_number(), _OF_A_LEAF))
         try:
             result = function(*args, **kwargs)
         finally:
             state.call = outer
             if outer is None:
-                state.past[-1] = _next_number()
+                state.numbers[-1] = range(state.numbers[-1].start, _next_number())
         results = (allocation_of(leaf) for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor))
         self._write([*call.changed, *results])
         return result
@@ -134,40 +137,36 @@ class Fusion(Charger[VirtualGPU]):
         if self._unwritten and not (is_fusible and self._owner() is not None):
             self._write(map(allocation_of, tensors))
 
-    def _owner(self) -> _CompiledCall | int | None:
+    @contextmanager
+    def around_backward(self, around: Callable[[Any], AbstractContextManager[object]], outputs: Any) -> Iterator[None]:
+        """A backward pass, within what else is done around it. Charges the writing of the gradients that it leaves."""
+        state, outer = self._of_thread, self._of_thread.running
+        with around(outputs):
+            state.running = running = _Pass()
+            try:
+                yield
+            finally:
+                state.running = outer
+            self._write([allocation for allocation, part in list(self._unwritten.items()) if part.owner is running])
+
+    def _owner(self) -> _CompiledCall | _Pass | None:
         """Whose the operator is that runs now: a compiled call's, a backward pass's through one, or eager code's."""
         state = self._of_thread
         if not this_thread.in_backward or (state.call is not None and state.call.in_backward):
             return state.call
-        node = _current_node() if state.first else None
-        if node is None:
+        node = _current_node()
+        number = _OF_A_LEAF if node is None else node._sequence_nr()
+        made = next((part for part in reversed(state.numbers) if part.start <= number), range(0))
+        if number not in made:
             return None
-        number = node._sequence_nr()
-        index = bisect_right(state.first, number) - 1
-        if index < 0 or number >= state.past[index]:
-            return None
-        running = _current_pass()
-        if running != self._last_pass:
-            self._last_pass = running
-            _queue_callback(partial(self._end_pass, running))
-        if torch.is_grad_enabled() and state.call is None:  # a checkpoint's: it may start a pass through what it makes
-            self._add_last_node(state)
-        return running
+        last, newest = state.numbers[-1], _next_number() - 1
+        if torch.is_grad_enabled() and newest >= last.stop:  # the operator has made a node
+            if newest > last.stop:
+                state.numbers.append(range(newest, newest))
+            state.numbers[-1] = range(state.numbers[-1].start, newest + 1)
+        return state.running
 
-    def _add_last_node(self, state: _OfThread) -> None:
-        """The newest node belongs to compiled code, as the one that runs."""
-        number = _next_number() - 1
-        if number >= state.past[-1]:
-            if number > state.past[-1]:
-                state.first.append(number)
-                state.past.append(number)
-            state.past[-1] = number + 1
-
-    def _end_pass(self, number: int) -> None:
-        """Charge the writing of the gradients that a backward pass leaves."""
-        self._write([allocation for allocation, part in list(self._unwritten.items()) if part.owner == number])
-
-    def _read(self, gpu: VirtualGPU, name: str, tensors: list[torch.Tensor], owner: _CompiledCall | int) -> None:
+    def _read(self, gpu: VirtualGPU, name: str, tensors: list[torch.Tensor], owner: _CompiledCall | _Pass) -> None:
         """Charge a fused operator the reading of its arguments, but for what is fused with it."""
         sizes: dict[StorageAllocation, int] = {}
         for tensor in tensors:
@@ -202,4 +201,5 @@ def fused(function: Callable[..., Any], machine: VirtualMachine) -> Callable[...
     charger = machine.charger
     if not isinstance(charger, Fusion):
         charger = machine.charger = Fusion()
+        machine.around_backward = partial(charger.around_backward, machine.around_backward)
     return partial(charger.run, function)
