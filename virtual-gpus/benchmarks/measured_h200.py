@@ -1,7 +1,6 @@
 """The H200's measured operators as a file for `virtual_gpus(measured=...)`: benchmarks/measured/h200.json.
 
-    python -m benchmarks.measured_h200                    # from tests/data/h200, and how much of each step it covers
-    python -m benchmarks.measured_h200 --third FILE       # with the seconds of the third set, a ResNet-50 in bfloat16
+    python -m benchmarks.measured_h200          # from tests/data/h200, and how much of each step it covers
 
 The H200 was measured by PyTorch's profiler, which names an operator and the shapes of its inputs. The same steps run on
 a virtual H200, which knows their types and memory formats too. A row is an operator that both have. Operators with
@@ -10,25 +9,20 @@ lists of tensors are left out, because the profiler does not give their shapes.
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections import defaultdict
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torchvision.models import resnet50
 from virtual_gpus import active_machine, record_timeline, virtual_gpus
 from virtual_gpus.clock.measured import Measured
 
 from benchmarks.reference import measure
-from benchmarks.reference.cases import CASES, images, training
 from benchmarks.reference.timing import BUILDS
 
 OUT = Path(__file__).with_name("measured") / "h200.json"
-THIRD = {"resnet50_bf16_64px_b64": training(partial(resnet50, num_classes=100), images(64, 3, 64, 64, classes=100),
-                                            autocast=torch.bfloat16)}  # fmt: skip
+SETS = ("", "second/", "third/")  # folders of tests/data/h200
 
 
 def asked(build: Any) -> list[str]:
@@ -80,12 +74,11 @@ def collect(cases: dict[str, list], builds: dict[str, Any]) -> dict[str, list[tu
     return rows
 
 
-def check(file: Path) -> None:
-    """Print the kernel time of each step with the formulas and with the file, beside what was measured."""
+def check(file: Path, cases: dict[str, list]) -> None:
+    """Print the kernel time of each step with the formulas and with the file, beside what was measured, `cases`."""
     print("| training step | measured, ms | formulas | error | with the file | error |\n|---|---|---|---|---|---|")
-    for name in BUILDS:
-        folder = "" if name in CASES else "second/"
-        real = sum(seconds for *_, seconds in measure.load(f"{folder}operator_seconds.json.gz")[name])
+    for name, measured in cases.items():
+        real = sum(seconds for *_, seconds in measured)
         cells = [f"{1e3 * real:.2f}"]
         for table in (None, file):
             with virtual_gpus(1, shapes_only=True, measured=table):
@@ -102,13 +95,8 @@ def check(file: Path) -> None:
 
 def main() -> None:
     """Write the file."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.measured_h200")
-    parser.add_argument("--third", type=Path, help="operator_seconds.json of the third set")
-    third = parser.parse_args().third
-    cases = measure.load("operator_seconds.json.gz") | measure.load("second/operator_seconds.json.gz")
-    if third:
-        cases |= json.loads(third.read_text())
-    found = collect(cases, BUILDS | THIRD)
+    cases = {name: rows for part in SETS for name, rows in measure.load(f"{part}operator_seconds.json.gz").items()}
+    found = collect(cases, BUILDS)
     lines = []
     for key, parts in sorted(found.items()):
         operator, arguments = json.loads(key)
@@ -117,7 +105,7 @@ def main() -> None:
     head = json.dumps({"gpu": "H200", "from": "tests/data/h200: NVIDIA H200, PyTorch 2.11, CUDA 13.0"})
     OUT.write_text(head[:-1] + ', "rows": [\n' + ",\n".join(lines) + "\n]}\n")
     print(f"{OUT.name}: {len(lines)} rows")
-    check(OUT)
+    check(OUT, cases)
 
 
 if __name__ == "__main__":
