@@ -121,7 +121,8 @@ class Operator:
         """What computes it, and whether that is one kernel, one for each tensor of lists, or several operators."""
         arguments, name, has = self._schema.arguments, func.name(), torch._C._dispatch_has_kernel_for_dispatch_key
         self.is_composite = self.kernels is not None or has(name, "CompositeImplicitAutograd") and not has(name, "CPU")
-        self.has_parts = has(name, "CompositeExplicitAutograd") and not has(name, "CPU")  # it calls other operators
+        explicit = self.kernels is None and has(name, "CompositeExplicitAutograd")
+        self.has_parts = explicit and not has(name, "CPU")  # it calls other operators
         self.is_missing = False  # in PyTorch for CUDA; a build for CPUs alone cannot tell
         self.keeps_answers = False  # it does no more to tensors without values than to make new ones from given ones
         if isinstance(func, torch._ops.OpOverload) and func.namespace == "aten":
