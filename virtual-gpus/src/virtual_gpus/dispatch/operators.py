@@ -43,9 +43,9 @@ class Row:
     for them. check: raises what CUDA refuses before it runs. cpu_kernel: given an overload, what computes in the place
     of the CPU's kernel, or None. on_host: the arguments that CUDA wants, or takes, on the CPU. mixture: given an
     `OpCall`, an argument's name, the device of those before it and its own, the error for it, or None for the usual
-    one. crosses: whether its tensors, or those of lists, may be on different devices. size_is_known: whether the host
-    knows the size of a result that hangs on values, and need not wait. of_cpu: whether C++ takes it for CPU tensors
-    where CUDA has another one.
+    one. crosses: whether its tensors, or those of lists, may be on different devices. by_element: whether element i of
+    its lists stays on a GPU of its own. size_is_known: whether the host knows the size of a result that hangs on
+    values, and need not wait. of_cpu: whether C++ takes it for CPU tensors where CUDA has another one.
     """
 
     time: OperatorClass
@@ -55,6 +55,7 @@ class Row:
     on_host: Collection[str] = ()
     mixture: Callable[[OpCall, str, torch.device, torch.device], Exception | None] | None = None
     crosses: bool = False
+    by_element: bool = False
     size_is_known: Callable[[OpCall], bool] = lambda call: False
     of_cpu: bool = False
 
@@ -109,7 +110,7 @@ class Operator:
         self.names = [a.name for a in schema.arguments]
         self.positions = {name: position for position, name in enumerate(self.names)}
         self._schema, self._defaults = schema, dict[str, Any]()
-        self.crosses = row_of(self.base.removeprefix("_foreach_")).crosses
+        self.crosses = self.row.crosses
         self.written = {a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write}
         self.outputs = [a.name for a in schema.arguments if a.kwarg_only and a.name in self.written]  # `out=`
         self.changes_size = "resize" in self.base or self.base == "set_" or bool(self.outputs)
@@ -136,8 +137,8 @@ class Operator:
             moves = self.is_view or self.crosses or self.changes_size or torch.Tag.inplace_view in self.tags
             self.keeps_answers = bool(takes) and not moves
         self.is_collective = func.namespace in _COLLECTIVES
-        self.is_fused = self.base.startswith("_fused_") and [a.type.kind() for a in arguments[:1]] == ["ListType"]
-        self.by_element = self.is_fused or self.base.startswith("_foreach_") or self.is_collective
+        takes_lists = self.row.by_element and any(str(a.type) == "List[Tensor]" for a in arguments)
+        self.by_element = takes_lists or self.is_collective
 
     def _read_random_numbers(self, func: _Func) -> None:
         """Whether it draws numbers, and how it is given a generator."""
@@ -154,10 +155,10 @@ class Operator:
             return "composite"
         if "device" in self.names:
             return "factory"
-        if self.crosses:
-            return "crossing"
         if self.by_element:
             return "collective" if self.is_collective else "list"
+        if self.crosses:
+            return "crossing"
         return "particular" if self.check or self.needs_values or self.changes_size else "ordinary"
 
     def default(self, name: str) -> Any:

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from virtual_gpus import errors
-from virtual_gpus.dispatch import creation, foreach_ops, valueless
-from virtual_gpus.dispatch.copies import charge_copy, lie_alike
+from virtual_gpus.dispatch import creation, valueless
+from virtual_gpus.dispatch.copies import charge_copy
 from virtual_gpus.dispatch.mixed_devices import resolve_common_device
 from virtual_gpus.dispatch.operators import OpCall, Route, RouteKind, asked_generator
 from virtual_gpus.dispatch.timing import charge_op, charge_read
@@ -62,8 +62,6 @@ def crossing(call: OpCall) -> Any:
     """`copy_` and others whose tensors may be on different devices."""
     if call.gpu is None:
         return on_host(call)
-    if call.op.by_element:
-        return _copy_lists(call)
     is_copy, target = call.op.base == "copy_", call.args[0]
     if gpu_of(target) is None and may_be_adopted(target, call.site):
         place(target, call.gpu)  # one of DDP's buckets, which C++ makes: the first copy from a GPU shows whose it is
@@ -75,23 +73,6 @@ def crossing(call: OpCall) -> Any:
     if is_copy:
         charge_copy("copy_", call.tensors[1], call.tensors[0], not call["non_blocking"])
     return result
-
-
-def _copy_lists(call: OpCall) -> Any:
-    """One kernel for lists whose pairs lie alike on one GPU, else copies (native/cuda/ForeachBinaryOpList.cu)."""
-    targets, sources = call["self"], call["src"]
-    if len(targets) != len(sources):
-        return on_host(call)  # which refuses it
-    if call.on_one_gpu and len({part.dtype for part in sources}) == 1 and all(map(lie_alike, sources, targets)):
-        return foreach_ops.run(call)
-    for pair in zip(targets, sources, strict=True):
-        crossing(OpCall(torch.ops.aten.copy_.default, (*pair, call["non_blocking"]), {}))
-    return None
-
-
-def lists(call: OpCall) -> Any:
-    """Operators on lists of tensors, which may be on several GPUs."""
-    return on_host(call) if call.gpu is None else foreach_ops.run(call)
 
 
 def on_host(call: OpCall) -> Any:
@@ -127,6 +108,6 @@ def composite(call: OpCall) -> Any:
 
 # By `Operator.kind`.
 ROUTES: dict[RouteKind, Route] = {
-    "collective": collective, "composite": composite, "factory": creation.create, "list": lists, "crossing": crossing,
-    "particular": particular, "ordinary": ordinary,
+    "collective": collective, "composite": composite, "factory": creation.create, "crossing": crossing,
+    "list": ordinary, "particular": particular, "ordinary": ordinary,
 }  # fmt: skip

@@ -23,7 +23,7 @@ from virtual_gpus.clock.clock import Arrival
 from virtual_gpus.clock.links import GroupLinks
 from virtual_gpus.clock.traffic import COLLECTIVES, MESSAGES, collective_seconds, kind_of, sent_bytes
 from virtual_gpus.clock.work import Operand
-from virtual_gpus.dispatch import foreach_ops
+from virtual_gpus.dispatch.lists import columns_of, place_rows
 from virtual_gpus.dispatch.operators import OpCall, cost
 from virtual_gpus.dispatch.routes import on_host
 from virtual_gpus.dispatch.timing import await_tensors
@@ -209,7 +209,7 @@ def run(call: OpCall) -> Any:
         if call.func.namespace != "c10d" and "group_name" in call.op.names:
             groups.require_backend(_group_of(call), "cpu")  # of NCCL's groups; methods of a group say so themselves
         return on_host(call)
-    columns, gpus = foreach_ops.columns_of(call)
+    columns, gpus = columns_of(call)
     gpu, group = next((gpu for gpu in gpus if gpu is not None), call.gpu), _group_of(call)
     if type(group) is not torch.distributed.ProcessGroup:  # of a class in Python, which has no backend and no links
         group = None
@@ -219,10 +219,10 @@ def run(call: OpCall) -> Any:
         if call.gpu.machine.shapes_only or one_rank.fill(call):
             result = _answer(call)
         elif meeting is not None:
-            return _run_and_charge(call, lambda result: foreach_ops.place_rows(columns, gpus, result), charging)
+            return _run_and_charge(call, lambda result: place_rows(columns, gpus, result), charging)
         else:
             result = _run_on_gloo(call)
-            foreach_ops.place_rows(columns, gpus, result)
+            place_rows(columns, gpus, result)
         charging(result)
         return result
 

@@ -1,4 +1,7 @@
-"""Optimizers on several GPUs: foreach and fused ones, clipping and averages take the tensors of a GPU together."""
+"""Operators on lists of tensors (`_foreach_*`, `_fused_*`), and the optimizers, clipping and averages that call them.
+
+Element i of a list stays on its own GPU. PyTorch groups by what C++ calls a device, so they may come in one call.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,12 @@ from virtual_gpus import figures
 from virtual_gpus.arithmetic import ceil_div
 from virtual_gpus.clock.cost import OperatorClass, bytes_of
 from virtual_gpus.clock.work import Cost, Operation, added_on_host
+from virtual_gpus.dispatch import valueless
+from virtual_gpus.dispatch.copies import lie_alike
+from virtual_gpus.dispatch.lists import columns_of, place_rows
 from virtual_gpus.dispatch.operators import OpCall, Row
+from virtual_gpus.dispatch.routes import on_host
+from virtual_gpus.dispatch.timing import charge_foreach
 from virtual_gpus.patches.table import Patch
 from virtual_gpus.placement.storages import device_of
 
@@ -35,6 +43,39 @@ def _group_tensors_by_device_and_dtype(tensorlistlist: TensorListList, with_indi
                     column.append(whole[row])
             numbers.append(indices[row])
     return {key: (lists, indices if with_indices else []) for key, (lists, indices) in groups.items()}
+
+
+def run(call: OpCall) -> Any:
+    """The route of lists: element i of the result belongs where element i of the first list is."""
+    op = call.op
+    if call.gpu is None:
+        return on_host(call)
+    if op.crosses and not _is_one_kernel(call):
+        return _copy_pairs(call)
+    columns, gpus = columns_of(call)
+    valueless.prepare(call)
+    result = None  # fused ones change numbers in place, of which there may be none; not all have a meta kernel
+    if not (call.gpu.machine.shapes_only and op.in_place and op.base.startswith("_fused_")):
+        result = call.compute() if op.row.recipe is None else op.row.recipe(call)
+        place_rows(columns, gpus, result)
+    charge_foreach(call, columns, gpus, result)
+    return result
+
+
+def _is_one_kernel(call: OpCall) -> bool:
+    """True for `_foreach_copy_` of lists whose pairs lie alike on one GPU (native/cuda/ForeachBinaryOpList.cu)."""
+    targets, sources = call["self"], call["src"]
+    one_type = call.on_one_gpu and len(targets) == len(sources) and len({part.dtype for part in sources}) == 1
+    return one_type and all(map(lie_alike, sources, targets))
+
+
+def _copy_pairs(call: OpCall) -> None:
+    targets, sources = call["self"], call["src"]
+    if len(targets) != len(sources):
+        on_host(call)  # which refuses it
+    for pair in zip(targets, sources, strict=True):
+        copy = OpCall(torch.ops.aten.copy_.default, (*pair, call["non_blocking"]), {})
+        copy.op.route(copy)
 
 
 def _lists(operation: Operation) -> Cost:
@@ -60,7 +101,12 @@ def norms(call: OpCall) -> Any:
 
 
 _LISTS = OperatorClass(_lists, False, arguments=("grad_scale",))
-OPERATORS = {**dict.fromkeys(("_foreach_*", "_fused_*"), Row(_LISTS)), "_foreach_norm": Row(_LISTS, norms)}
+OPERATORS = {
+    **dict.fromkeys(("_foreach_*", "_fused_*"), Row(_LISTS, by_element=True)),
+    "_foreach_norm": Row(_LISTS, norms, by_element=True),
+    "_foreach_copy_": Row(_LISTS, by_element=True, crosses=True),
+}
+ROUTES = {"list": run}
 
 
 def patches() -> list[Patch]:

@@ -1,7 +1,4 @@
-"""Operators on lists of tensors (`_foreach_*`, `_fused_*`): element i stays on its own GPU.
-
-The foreach optimizers group by what C++ calls a device, so tensors of several GPUs may come in one call.
-"""
+"""Lists of tensors whose elements are on GPUs of their own: what `features.foreach` and collectives are given."""
 
 from __future__ import annotations
 
@@ -11,23 +8,9 @@ from typing import Any
 import torch
 
 from virtual_gpus import errors
-from virtual_gpus.dispatch import valueless
 from virtual_gpus.dispatch.operators import OpCall
-from virtual_gpus.dispatch.timing import charge_foreach
 from virtual_gpus.machine import VirtualGPU
 from virtual_gpus.placement.storages import device_of, gpu_of, place, place_all
-
-
-def run(call: OpCall) -> Any:
-    """Run the operator; element i of the result belongs where element i of the first list is."""
-    op, (columns, gpus) = call.op, columns_of(call)
-    valueless.prepare(call)
-    result = None  # fused ones change numbers in place, of which there may be none; not all have a meta kernel
-    if not (op.is_fused and op.in_place and call.gpu.machine.shapes_only):
-        result = call.compute() if op.row.recipe is None else op.row.recipe(call)
-        place_rows(columns, gpus, result)
-    charge_foreach(call, columns, gpus, result)
-    return result
 
 
 def place_rows(columns: list[Sequence[torch.Tensor]], gpus: Sequence[VirtualGPU | None], result: Any) -> None:
