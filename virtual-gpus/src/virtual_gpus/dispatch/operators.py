@@ -39,13 +39,13 @@ Route = Callable[["OpCall"], Any]  # gives what the operator returns
 class Row:
     """What a feature knows of an operator.
 
-    time: how long it takes. recipe: how CUDA uses memory for it, see `dispatch.recipes`; if it reads values, it waits
-    for them. check: raises what CUDA refuses before it runs. cpu_kernel: given an overload, what computes in the place
-    of the CPU's kernel, or None. on_host: the arguments that CUDA wants, or takes, on the CPU. mixture: given an
-    `OpCall`, an argument's name, the device of those before it and its own, the error for it, or None for the usual
-    one. crosses: whether its tensors, or those of lists, may be on different devices. by_element: whether element i of
-    its lists stays on a GPU of its own. size_is_known: whether the host knows the size of a result that hangs on
-    values, and need not wait. of_cpu: whether C++ takes it for CPU tensors where CUDA has another one.
+    time: how long it takes. recipe: how CUDA uses memory for it, see `dispatch.recipes`. check: raises what CUDA
+    refuses before it runs. cpu_kernel: given an overload, what computes in the place of the CPU's kernel, or None.
+    on_host: the arguments that CUDA wants, or takes, on the CPU. mixture: given an `OpCall`, an argument's name, the
+    device of those before it and its own, the error for it, or None for the usual one. crosses: whether its tensors, or
+    those of lists, may be on different devices. by_element: whether element i of its lists stays on a GPU of its own.
+    size_is_known: whether the host knows the size of a result that hangs on values, and need not wait. waits: whether
+    its recipe waits for the values that it reads. of_cpu: whether C++ takes it for CPU tensors where CUDA has another.
     """
 
     time: OperatorClass
@@ -57,6 +57,7 @@ class Row:
     crosses: bool = False
     by_element: bool = False
     size_is_known: Callable[[OpCall], bool] = lambda call: False
+    waits: bool = False
     of_cpu: bool = False
 
 

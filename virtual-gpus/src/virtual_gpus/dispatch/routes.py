@@ -53,7 +53,7 @@ def particular(call: OpCall) -> Any:
     is_dense = call.on_one_gpu or all(map(has_storage, call.tensors))  # CUDA has other kernels for sparse tensors
     result = op.recipe(call) if is_dense else call.run()
     charge_op(call, result)
-    if reads and op.row.recipe is None:  # else the recipe has waited
+    if reads and not op.row.waits:
         charge_read(call)
     return result
 

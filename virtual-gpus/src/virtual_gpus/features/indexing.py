@@ -254,9 +254,9 @@ _OF_REDUCED = not_deterministic("scatter_reduce_cuda_prod_", lambda call: call["
 _row = functools.partial(Row, READS_AND_WRITES)
 _indexed = functools.partial(Row, on_host={"indices"}, mixture=indices_elsewhere, size_is_known=_are_integers)
 OPERATORS = {
-    **dict.fromkeys(("index", "_unsafe_index"), _indexed(_TAKES, index)),
+    **dict.fromkeys(("index", "_unsafe_index"), _indexed(_TAKES, index, waits=True)),
     **dict.fromkeys(("index_put", "index_put_", "_index_put_impl_", "_unsafe_index_put"), _indexed(_PUTS, index_put)),
-    "masked_select": Row(CHARGED_ELSEWHERE, masked_select),
+    "masked_select": Row(CHARGED_ELSEWHERE, masked_select, waits=True),
     **dict.fromkeys(("masked_scatter", "masked_scatter_"), Row(_CHOOSES, masked_scatter)),
     "index_fill": Row(_FILLS),
     "index_fill_": Row(_FILLS, on_host={"index"}),  # x[i] = 5, where C++ sees CPU tensors; on CUDA it is index_put_

@@ -152,8 +152,8 @@ OPERATORS = {
     "bincount": Row(READS_AND_WRITES, check=_BINCOUNT),
     # Found places, with the number of them first, for which the host waits (cuda/Nonzero.cu).
     **dict.fromkeys(("nonzero", "unique_consecutive"), Row(_FINDS)),
-    "equal": Row(CHARGED_ELSEWHERE, partial(compared, torch.eq)),
-    "allclose": Row(CHARGED_ELSEWHERE, partial(compared, torch.isclose)),
+    "equal": Row(CHARGED_ELSEWHERE, partial(compared, torch.eq), waits=True),
+    "allclose": Row(CHARGED_ELSEWHERE, partial(compared, torch.isclose), waits=True),
     "_local_scalar_dense": Row(CHARGED_ELSEWHERE),  # all that it takes is that the host waits
     "histc": Row(READS_AND_WRITES, histc, _HISTC),
 }
