@@ -2,6 +2,7 @@
 
 import ast
 import os
+import pkgutil
 import subprocess
 import sys
 from pathlib import Path
@@ -10,9 +11,9 @@ import pytest
 from virtual_gpus import features
 
 FOLDER = Path(features.__file__).parent
-FEATURES = sorted({path.stem for path in FOLDER.iterdir() if path.stem.strip("_") == path.stem} - {"__init__"})
 # "cuda" says that there are GPUs, "tensors" which one a tensor is on.
 BASE = {"cuda", "tensors"}
+FEATURES = {module.name for module in pkgutil.iter_modules(features.__path__)} - BASE
 # What else goes, because it imports the feature: no other feature may need one that is not named here.
 GO_TOO = {"autocast": {"attention", "rnn"}, "blas": {"conv", "data_parallel", "rnn"},
           "reductions": {"conv", "indexing", "losses"}, "streams": {"accelerator"}}  # fmt: skip
@@ -78,15 +79,14 @@ def used_by(name):
 
 
 def test_features_that_go_with_another_are_few():
-    uses = {name: used_by(name) for name in FEATURES}
-    for name in set(FEATURES) - BASE:
-        assert {other for other in FEATURES if name in uses[other]} == GO_TOO.get(name, set()), name
+    uses = {name: used_by(name) for name in FEATURES | BASE}
+    for name in FEATURES:
+        assert {other for other in uses if name in uses[other]} == GO_TOO.get(name, set()), name
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="a process for each feature, with PyTorch imported once")
 def test_a_network_trains_without_any_of_the_others():
-    cases = [{name} | GO_TOO.get(name, set()) for name in FEATURES if name not in BASE]
-    cases.append(set(FEATURES) - BASE)
+    cases = [FEATURES, *({name} | GO_TOO.get(name, set()) for name in sorted(FEATURES))]
     program = f"CASES, SETTINGS = {cases!r}, {SETTINGS!r}\n{PROGRAM}"
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert not run.returncode, run.stdout + run.stderr

@@ -47,7 +47,7 @@ __all__ = ["NotModelled", "RaceError", "active_machine", "block_address", "recor
 __version__ = "0.2.0"
 
 _FOLDER = Path(__file__).parent
-_WHERE = "*/", "features/*/", "features/*.", "features/*/*."  # limits of layers, of features, of a module of one
+_WHERE = "*/", "features/*/", "features/*."  # limits of layers, of features in a folder, of those in a module
 for _path in [path for where in _WHERE for path in sorted(_FOLDER.glob(f"{where}limits.md"))]:
     _of = _path.name.removesuffix("limits.md").removesuffix(".") or _path.parent.name
     __doc__ = f"{__doc__}\n{_of}:\n\n{_path.read_text(encoding='utf-8')}"

@@ -10,9 +10,9 @@ row.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from virtual_gpus.clock.work import Cost, Operand, Operation
 
@@ -39,15 +39,6 @@ class OperatorClass(NamedTuple):
     is_free: bool = False
 
 
-def _moving(nbytes: Bytes, floor: float, kernels: int = 1, share: float = 1.0, host: float | None = 0.0) -> Formula:
-    """An operator that takes its start, in shortest kernels, and as long as it moves bytes, at a share of the speed."""
-
-    def of(operation: Operation) -> Cost:
-        return Cost(floor * operation.kernel + operation.reading(nbytes(operation), share), kernels, host)
-
-    return of
-
-
 def bytes_of(operands: Parts) -> int:
     """Bytes of all of them."""
     return sum(part.nbytes for part in operands)
@@ -57,13 +48,19 @@ all_bytes: Bytes = attrgetter("nbytes")  # of arguments and results
 
 
 def moves(
-    fitted: Mapping[str, Any], nbytes: Bytes = all_bytes, is_fusible: bool = True, host: float = 0.0
-) -> OperatorClass:
-    """Operators that only move bytes. fitted: a row of figures, of `_moving`'s arguments. host: see `Cost`."""
-    return OperatorClass(_moving(nbytes, **fitted, host=host), is_fusible)
+    nbytes: Bytes = all_bytes, floor: float = 1, kernels: int = 1, share: float = 1.0, host: float | None = 0.0,
+    is_fusible: bool = True,
+) -> OperatorClass:  # fmt: skip
+    """Operators that take their start, `floor` in shortest kernels, and as long as they move bytes, at a share of the
+    speed. host: see `Cost`."""
+
+    def of(operation: Operation) -> Cost:
+        return Cost(floor * operation.kernel + operation.reading(nbytes(operation), share), kernels, host)
+
+    return OperatorClass(of, is_fusible)
 
 
-READS_AND_WRITES = OperatorClass(_moving(all_bytes, 1))
-COPIES = OperatorClass(_moving(lambda operation: 2 * operation.outputs[0].nbytes, 1))  # reads as much as it writes
-FREE = OperatorClass(_moving(lambda operation: 0, 0, 0), is_fusible=False, is_free=True)
-CHARGED_ELSEWHERE = OperatorClass(_moving(lambda operation: 0, 0, 0, host=None), is_fusible=False)  # by the feature
+READS_AND_WRITES = moves()
+COPIES = moves(lambda operation: 2 * operation.outputs[0].nbytes)  # reads as much as it writes
+FREE = moves(lambda operation: 0, 0, 0, is_fusible=False)._replace(is_free=True)
+CHARGED_ELSEWHERE = moves(lambda operation: 0, 0, 0, host=None, is_fusible=False)  # by the feature

@@ -18,16 +18,15 @@ from __future__ import annotations
 
 import functools
 import threading
-import tomllib
 import warnings
 import weakref
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
-from pathlib import Path
 from typing import Any
 
 import torch
 
+from virtual_gpus import figures
 from virtual_gpus.dispatch import routes
 from virtual_gpus.dispatch.operators import OpCall
 from virtual_gpus.patches.table import Patch
@@ -64,9 +63,7 @@ def below_autocast() -> AbstractContextManager[None]:
 
 # ---- in which precision each operator runs --------------------------------------------------------------------------
 
-LISTS = {
-    name: text.split() for name, text in tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8")).items()
-}
+LISTS = {name: text.split() for name, text in figures.beside(__file__).items()}
 
 
 # ---- casts: as `cached_cast` and `prioritize` in aten/src/ATen/autocast_mode.cpp and autocast_mode.h -----------------

@@ -39,7 +39,7 @@ def _gradients(names: str, *inputs: str, refused: str = "") -> dict[str, Row]:
 _MAX_POOL_BACKWARD = OperatorClass(_max_pool_backward_cost, depends_on_strides=True)
 _GRID_SAMPLER = not_deterministic("grid_sampler_2d_backward_cuda", _without_cudnn)
 OPERATORS = {
-    "max_pool2d_with_indices": Row(moves(_FITTED["max_pool"]), packed("self")),
+    "max_pool2d_with_indices": Row(moves(**_FITTED["max_pool"]), packed("self")),
     "max_pool2d_with_indices_backward": Row(_MAX_POOL_BACKWARD, packed("grad_output", "self")),
     **dict.fromkeys(("max_pool3d_with_indices", "avg_pool2d", "avg_pool3d", "upsample_nearest2d"),
                     Row(READS_AND_WRITES, packed("self"))),

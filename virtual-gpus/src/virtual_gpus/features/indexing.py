@@ -196,7 +196,7 @@ def _writes(nbytes: Bytes, *arguments: str) -> OperatorClass:
         is_there = operation.in_place or operation.arguments.get("accumulate", False)
         return nbytes(operation) + (0 if is_there else 2 * operation.inputs[0].nbytes)
 
-    return moves(_FITTED["rows_added"], moved, is_fusible=False)._replace(arguments=arguments)
+    return moves(moved, is_fusible=False, **_FITTED["rows_added"])._replace(arguments=arguments)
 
 
 def _number_of(indices: Parts) -> int:
@@ -235,19 +235,19 @@ def _named_bytes(operation: Operation) -> int:
 
 _ROWS = _FITTED["rows_taken"]
 # Only the rows that are asked for, and the indices.
-_TAKES = moves(_ROWS, lambda operation: 2 * bytes_of(operation.outputs) + bytes_of(operation.inputs[1:]))
-_BAGS = moves(_ROWS, lambda operation: _named_bytes(operation) + operation.nbytes - operation.inputs[0].nbytes)
+_TAKES = moves(lambda operation: 2 * bytes_of(operation.outputs) + bytes_of(operation.inputs[1:]), **_ROWS)
+_BAGS = moves(lambda operation: _named_bytes(operation) + operation.nbytes - operation.inputs[0].nbytes, **_ROWS)
 _ADDS = _writes(lambda operation: 2 * operation.inputs[-1].nbytes + bytes_of(operation.inputs[1:]))
 _COPIES = _writes(lambda operation: operation.inputs[-1].nbytes + bytes_of(operation.inputs[1:]))
 _WRITES_NAMED, _FILLS = _writes(_put_bytes, "indices", "accumulate"), _writes(_named_bytes, "dim")
-_SORTS = moves(SORT, lambda operation: _SORTED * _number_of(operation.inputs[1:-1]))
+_SORTS = moves(lambda operation: _SORTED * _number_of(operation.inputs[1:-1]), **SORT)
 _PUTS = _WRITES_NAMED._replace(formula=_put_cost)
 _SCATTERS = _writes(_scattered_bytes, "reduce", "accumulate")
-_ZEROS_AND_VALUES = moves(_FITTED["zeros_and_values"], lambda operation: operation.nbytes + bytes_of(operation.inputs))
+_INTO_ZEROS = moves(lambda operation: operation.nbytes + bytes_of(operation.inputs), **_FITTED["into_zeros"])
 _BACK = OperatorClass(_embedding_backward_cost, is_fusible=False)
 # A scan of int64 numbers for each place, written and read, comes first.
-_CHOOSES = moves(_FITTED["chosen"], lambda operation: operation.nbytes + 16 * prod(operation.outputs[0].shape))
-_REPEATS = moves(_FITTED["repeats"], lambda operation: operation.nbytes + 16 * prod(operation.inputs[0].shape))
+_CHOOSES = moves(lambda operation: operation.nbytes + 16 * prod(operation.outputs[0].shape), **_FITTED["chosen"])
+_REPEATS = moves(lambda operation: operation.nbytes + 16 * prod(operation.inputs[0].shape), **_FITTED["repeats"])
 _OF_BAGS = not_deterministic("embedding_bag_backward_cuda_max", lambda call: call["mode"] == _MAX)
 _OF_PRODUCTS = not_deterministic("scatter_reduce_cuda_kernel", _multiplies)
 _OF_REDUCED = not_deterministic("scatter_reduce_cuda_prod_", lambda call: call["reduce"] == "prod")
@@ -268,7 +268,7 @@ OPERATORS = {
     **dict.fromkeys(("_embedding_bag", "_embedding_bag_forward_only"), Row(_BAGS, embedding_bag)),
     "index_copy": Row(_COPIES),
     **dict.fromkeys(("index_add", "scatter_add"), Row(_ADDS)),
-    **dict.fromkeys(("select_backward", "slice_backward"), Row(_ZEROS_AND_VALUES)),
+    **dict.fromkeys(("select_backward", "slice_backward"), Row(_INTO_ZEROS)),
     "masked_fill": _row(mixture=mask_elsewhere),
     **dict.fromkeys(
         ("_embedding_bag_backward", "_embedding_bag_dense_backward"), Row(_BACK, embedding_backward, _OF_BAGS)

@@ -126,7 +126,7 @@ def _reduction_cost(operation: Operation) -> Cost:
     return Cost(floor + operation.reading(operation.nbytes, REDUCTION["share"]), 2 if far else 1)
 
 
-_SOFTMAX, _FINDS = moves(_FITTED["softmax"]), moves(_FITTED["nonzero"], lambda operation: 2 * operation.nbytes)
+_SOFTMAX, _FINDS = moves(**_FITTED["softmax"]), moves(lambda operation: 2 * operation.nbytes, **_FITTED["nonzero"])
 _SCANS = ("cumsum", "cumprod")
 _packed = partial(packed, copy_of=channels_first_copy)
 _MEDIAN = not_deterministic("median CUDA with indices output", lambda call: len(call.func._schema.returns) == 2)
@@ -134,7 +134,7 @@ _BINCOUNT = not_deterministic("_bincount_cuda", lambda call: call["weights"] is 
 _HISTC = not_deterministic("_histc_cuda with floating point input", lambda call: call["self"].is_floating_point())
 _PAIRS = [(owner, name) for owner in (torch, torch.Tensor, torch.special) for name in ("softmax", "log_softmax")]
 _PATCHES: list[Patch] = [(*pair, one_kernel(*pair)) for pair in _PAIRS]
-_REDUCES, _SORTS, _BACK = OperatorClass(_reduction_cost), moves(SORT), moves(_FITTED["softmax_backward"])
+_REDUCES, _SORTS, _BACK = OperatorClass(_reduction_cost), moves(**SORT), moves(**_FITTED["softmax_backward"])
 OPERATORS = {
     **dict.fromkeys(("sum", "mean", "nansum", "prod", "linalg_vector_norm", "norm"), Row(_REDUCES, reduction)),
     **dict.fromkeys(("amax", "amin", "max", "min", "all", "any"), Row(_REDUCES, partial(reduction, numbers=1))),
@@ -147,7 +147,7 @@ OPERATORS = {
     "_softmax_backward_data": Row(_BACK, softmax_backward, cpu_kernel=_of_halves),
     "_log_softmax_backward_data": Row(_BACK, _packed("grad_output", "output"), cpu_kernel=_of_halves),
     **dict.fromkeys(("sort", "argsort", "topk", "_unique2", "unique_dim", "randperm"), Row(_SORTS)),
-    **dict.fromkeys(_SCANS, Row(moves(_FITTED["scan"]), lambda call: after_cast(call)[0])),
+    **dict.fromkeys(_SCANS, Row(moves(**_FITTED["scan"]), lambda call: after_cast(call)[0])),
     **dict.fromkeys(("median", "nanmedian"), Row(READS_AND_WRITES, check=_MEDIAN)),
     "bincount": Row(READS_AND_WRITES, check=_BINCOUNT),
     # Found places, with the number of them first, for which the host waits (cuda/Nonzero.cu).

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import functools
 import sys
-import tomllib
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_leaves
 
-from virtual_gpus import errors
+from virtual_gpus import errors, figures
 from virtual_gpus.patches.table import Patch
 
-_LISTS: dict[str, dict[str, str]] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
+_LISTS: dict[str, dict[str, str]] = figures.beside(__file__)
 _INSTEAD = {name: sentence for sentence, names in _LISTS["instead"].items() for name in names.split()}
 
 

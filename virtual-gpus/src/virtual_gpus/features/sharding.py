@@ -13,14 +13,12 @@ from types import FrameType
 
 import torch
 
-from virtual_gpus import figures
 from virtual_gpus.arithmetic import ceil_div, rounded_up
 from virtual_gpus.clock.cost import COPIES, READS_AND_WRITES, moves
 from virtual_gpus.dispatch.operators import OpCall, Row
 from virtual_gpus.placement.storages import ScratchBlock
 from virtual_gpus.timeline.peak import BUFFERS, GATHERED, GRADIENTS, PARAMETERS
 
-_SPLIT, _CHUNKED = (figures.beside(__file__)[row] for row in ("split", "chunked"))
 _THREADS, _BYTES = 128, 128 * 16  # of one block: its threads, and what it copies at a time
 _NUMBER = 8  # bytes; their block is free at once for the next request of this stream, whose work comes later
 _is_dense = torch.ops.aten.is_non_overlapping_and_dense
@@ -83,9 +81,9 @@ def _whole_gradients(foreach_reduce: FrameType) -> list[tuple[str, torch.Tensor]
 # result, which is copied into the tensor that is to be gathered, the second.
 OPERATORS = {
     "split_with_sizes_copy": Row(
-        moves(_SPLIT, lambda operation: 2 * operation.inputs[0].nbytes, is_fusible=False), split_with_sizes_copy),
+        moves(lambda operation: 2 * operation.inputs[0].nbytes, is_fusible=False), split_with_sizes_copy),
     "_chunk_cat": Row(READS_AND_WRITES, chunk_cat),
-    **dict.fromkeys(("chunk_cat", "chunk_cat_mixed_dtype"), Row(moves(_CHUNKED, is_fusible=False), chunk_cat)),
+    **dict.fromkeys(("chunk_cat", "chunk_cat_mixed_dtype"), Row(moves(is_fusible=False), chunk_cat)),
     "all_gather_copy_in": Row(COPIES._replace(is_fusible=False)),
 }  # fmt: skip
 ALLOCATES = [("fsdp/_fully_shard/_fsdp_collectives.py", ("foreach_reduce",), BUFFERS, _whole_gradients),

@@ -43,8 +43,8 @@ def read(name: str) -> dict[str, Any]:
 
 
 def beside(module: str) -> dict[str, Any]:
-    """The figures of a module, which gives its `__file__`: those of NAME.toml beside NAME.py, or else of `figures.toml`
-    in its folder, which is a feature's. Raises as `read`."""
+    """The figures, or names, of a module, which gives its `__file__`: those of NAME.toml beside NAME.py, or else of
+    `figures.toml` in its folder, which is a feature's. Raises as `read`."""
     own = Path(module).with_suffix(".toml")
     return read(str(own if own.exists() else own.with_name("figures.toml")))
 

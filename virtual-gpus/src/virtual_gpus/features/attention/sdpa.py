@@ -180,7 +180,7 @@ def get_fastpath_enabled() -> bool:
     return False
 
 
-OPERATORS = {"_safe_softmax": Row(moves(figures.beside(__file__)["safe_softmax"]), safe_softmax)}
+OPERATORS = {"_safe_softmax": Row(moves(**figures.beside(__file__)["safe_softmax"]), safe_softmax)}
 
 
 def patches() -> list[Patch]:

@@ -178,7 +178,7 @@ def _matrices(operation: Operation, bias: int = 0) -> Cost:
 
 _PRODUCT = OperatorClass(_matrices, is_fusible=False, tf32_setting="matmul", depends_on_strides=True)
 _ADDED = _PRODUCT._replace(formula=lambda operation: _matrices(operation, bias=1))
-_VECTOR = moves(figures.beside(__file__)["vector"], is_fusible=False, host=_HOST)
+_VECTOR = moves(is_fusible=False, host=_HOST, **figures.beside(__file__)["vector"])
 _of = functools.partial(functools.partial, with_workspace)  # the recipe, with what it needs of an operator
 OPERATORS = {
     "mm": Row(_PRODUCT, _of(kernel="addmm_cuda", matrices=_FIRST_TWO), cpu_kernel=_in_its_type),

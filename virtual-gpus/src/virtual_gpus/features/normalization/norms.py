@@ -162,14 +162,14 @@ def _group_norm_cost(operation: Operation) -> Cost:
     return Cost(fitted["floor"] * operation.kernel + operation.reading(images, busy) + operation.reading(2 * images), 2)
 
 
-LAYER_NORM, LAYER_NORM_BACKWARD = moves(_FITTED["layer_norm"]), moves(_FITTED["layer_norm_backward"])
+LAYER_NORM, LAYER_NORM_BACKWARD = moves(**_FITTED["layer_norm"]), moves(**_FITTED["layer_norm_backward"])
 _FORWARD = OperatorClass(_batch_norm_cost, depends_on_strides=True, arguments=("weight", "training"), asks_cudnn=True)
 _BACKWARD = _FORWARD._replace(arguments=("weight", "train", "output_mask"))
 OPERATORS = {
     "native_layer_norm": Row(LAYER_NORM, layer_norm),
     "native_layer_norm_backward": Row(LAYER_NORM_BACKWARD, layer_norm_backward),
     "native_group_norm": Row(OperatorClass(_group_norm_cost), group_norm),
-    "native_group_norm_backward": Row(moves(_FITTED["group_norm_backward"]), group_norm_backward),
+    "native_group_norm_backward": Row(moves(**_FITTED["group_norm_backward"]), group_norm_backward),
     "native_batch_norm": Row(_FORWARD, batch_norm),
     "native_batch_norm_backward": Row(_BACKWARD, batch_norm),
 }

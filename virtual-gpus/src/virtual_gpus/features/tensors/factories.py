@@ -37,7 +37,7 @@ _default_before: list[object] = []  # what torch.set_default_device had set when
 # These write their result, or the argument that they fill, and read nothing. Sources: TensorFactories.cpp,
 # RangeFactories.cu and Distributions.cu in aten/src/ATen/native and its cuda.
 _FITTED = figures.beside(__file__)["fill"]
-_FILL = Row(moves(_FITTED, lambda operation: bytes_of(operation.outputs or operation.inputs[:1])))
+_FILL = Row(moves(lambda operation: bytes_of(operation.outputs or operation.inputs[:1]), **_FITTED))
 OPERATORS = {
     **dict.fromkeys(("zeros", "ones", "full", "zeros_like", "ones_like", "full_like", "new_zeros", "new_ones",
                      "new_full", "scalar_tensor", "zero_", "fill", "arange", "range", "linspace", "logspace"), _FILL),
