@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from measuring import MIB, bytes_of, draw, peak_of, recorded, same, sizes_of, times_of
 from torch import nn
 from virtual_gpus import NotModelled, record_timeline, virtual_gpus
-from virtual_gpus.features.blas.products import copied_bytes
+from virtual_gpus.features.blas import copied_bytes
 from virtual_gpus.gpus import spec
 from virtual_gpus.memory_model import reduction_scratch, round_size
 from virtual_gpus.placement.storages import has_values

@@ -1,7 +1,7 @@
 """What each operator costs on the clock: its sizes are looked up once, its seconds are kept.
 
 The routes call `charge_op` after every operator on a GPU. Code that computes below the dispatch mode calls
-`charge_kernel` with the operator that CUDA would have run.
+`launch` with what CUDA would have run.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 import torch
 
 from virtual_gpus.clock.clock import COPY_IN, COPY_OUT, TO_THE_CPU, TO_THE_GPU
-from virtual_gpus.clock.cost import OperatorClass
 from virtual_gpus.clock.links import PINNED_START, REACHED
 from virtual_gpus.clock.work import Cost, Operand, Operation
 from virtual_gpus.dispatch.measured_calls import KernelCall, key_of
@@ -102,16 +101,6 @@ def _issue(
     if clock.tracks[gpu.slot].expected:  # asked here too, which spares the call
         await_tensors(gpu, tensors)
     clock.launch(gpu.slot, stream, seconds, host, name, needs.further)
-
-
-def charge_kernel(
-    gpu: VirtualGPU, name: str, of: OperatorClass, inputs: list[torch.Tensor], outputs: list[torch.Tensor],
-    trains: bool = False,
-) -> None:  # fmt: skip
-    """Work that the dispatch mode does not see, as what CUDA would have run. trains: if autograd notes it down."""
-    written = [tensor for tensor in outputs if not any(tensor is given for given in inputs)]  # some stand for a shape
-    operation = Operation(name, operands(inputs), operands(outputs), gpu.spec)
-    launch(gpu, name, of.formula(operation), inputs, trains, written)
 
 
 def launch(

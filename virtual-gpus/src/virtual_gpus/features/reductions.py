@@ -20,7 +20,7 @@ from virtual_gpus.patches.table import Patch
 from virtual_gpus.placement.storages import gpu_of, nbytes
 from virtual_gpus.threads import below, seen
 
-_FITTED = figures.beside(__file__)["formulas"]
+_FITTED = figures.beside(__file__)
 REDUCTION, SORT = _FITTED["reduction"], _FITTED["sort"]  # other features have a sum, or a sort, on the way
 
 

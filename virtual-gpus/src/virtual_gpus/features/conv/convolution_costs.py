@@ -11,7 +11,7 @@ from math import prod
 from virtual_gpus import figures
 from virtual_gpus.arithmetic import rounded_up
 from virtual_gpus.clock.work import Cost, Operand, Operation, added_on_host
-from virtual_gpus.features.blas.product_costs import in_tiles
+from virtual_gpus.features.blas import in_tiles
 from virtual_gpus.features.conv.convolution_choice import DECIDING, choose, is_depthwise
 from virtual_gpus.features.conv.workspaces import tiles_of_window
 from virtual_gpus.features.reductions import REDUCTION

@@ -21,7 +21,7 @@ from virtual_gpus.clock.work import Operand
 from virtual_gpus.dispatch.half_precision import widened
 from virtual_gpus.dispatch.operators import OpCall, Row
 from virtual_gpus.dispatch.timing import precision_of
-from virtual_gpus.features.blas.products import MULTIPLIED
+from virtual_gpus.features.blas import MULTIPLIED
 from virtual_gpus.features.conv import convolution_costs, workspaces
 from virtual_gpus.features.conv.convolution_choice import DECIDING, choose
 from virtual_gpus.machine import Kept, VirtualGPU

@@ -15,7 +15,7 @@ import torch
 
 from virtual_gpus.clock.clock import Clock
 from virtual_gpus.clock.traffic import collective_seconds
-from virtual_gpus.features.blas.products import leave_handle, stands_in_for
+from virtual_gpus.features.blas import leave_handle, stands_in_for
 from virtual_gpus.machine import VirtualGPU, get_machine
 from virtual_gpus.patches.table import Patch
 from virtual_gpus.placement.storages import gpu_of, has_values, nbytes

@@ -19,7 +19,7 @@ from virtual_gpus.dispatch.operators import OpCall, Row
 from virtual_gpus.dispatch.recipes import packed_copies
 from virtual_gpus.placement.storages import StorageAllocation
 
-_FITTED = figures.beside(__file__)["formulas"]
+_FITTED = figures.beside(__file__)
 _MANY_ROWS = 64 * 1024
 # MAX_BLOCK_SIZE, ELEMENTS_PER_THREAD, OPTIMAL_TILE_W, MAX_H_BLOCK of channels-last kernels; the fewest blocks that pay
 _LAST_BLOCK, _ELEMENTS_PER_THREAD, _TILE_WIDTH, _MOST_BLOCKS, _LEAST_BLOCKS = 512, 16, 32, 128, 8

@@ -9,8 +9,10 @@ from typing import Any
 
 import torch
 
+from virtual_gpus.clock.cost import OperatorClass
+from virtual_gpus.clock.work import Cost, Operation
 from virtual_gpus.dispatch import known
-from virtual_gpus.dispatch.timing import charge_kernel
+from virtual_gpus.dispatch.timing import launch, operands
 from virtual_gpus.entrance import entrance
 from virtual_gpus.features.normalization.norms import LAYER_NORM, LAYER_NORM_BACKWARD
 from virtual_gpus.machine import VirtualGPU
@@ -33,7 +35,7 @@ class RMSNorm(torch.autograd.Function):
         """(..., *shape) -> the same; numbers as the CPU's composite operator gives them."""
         result, rstd = _below(gpu, _normalized, input, weight, shape, eps)
         place_all(result, gpu)
-        charge_kernel(gpu, "native_layer_norm", LAYER_NORM, [input], [result], trains)
+        launch(gpu, "native_layer_norm", _cost(LAYER_NORM, gpu, [input], result), [input], trains, [result])
         place_all(rstd, gpu)
         ctx.save_for_backward(input, weight, rstd)
         ctx.shape, ctx.eps = shape, eps
@@ -59,8 +61,14 @@ def _backward(input: Tensor, weight: Maybe, shape: Shape, eps: Eps, gradient: Te
     with scratch(gpu, 0 if gradient.is_contiguous() else nbytes(gradient)):
         gradients = _below(gpu, _gradients, input, weight, shape, eps, gradient)
         place_all(gradients, gpu)
-        charge_kernel(gpu, "native_layer_norm_backward", LAYER_NORM_BACKWARD, [input, gradient], [input])
+        given = [input, gradient]
+        launch(gpu, "native_layer_norm_backward", _cost(LAYER_NORM_BACKWARD, gpu, given, input), given)
     return gradients
+
+
+def _cost(layer_norm: OperatorClass, gpu: VirtualGPU, reads: list[Tensor], writes: Tensor) -> Cost:
+    """That of layer norm."""
+    return layer_norm.formula(Operation("native_layer_norm", operands(reads), operands([writes]), gpu.spec))
 
 
 def _below(gpu: VirtualGPU, function: Any, *args: Any) -> Any:

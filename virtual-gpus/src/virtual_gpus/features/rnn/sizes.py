@@ -13,7 +13,7 @@ from typing import NamedTuple
 from virtual_gpus import figures
 from virtual_gpus.arithmetic import ceil_div, rounded_up
 from virtual_gpus.clock.work import Cost
-from virtual_gpus.features.blas.product_costs import product
+from virtual_gpus.features.blas import product
 from virtual_gpus.gpus import GPUSpec, Precision
 
 GATES = {"LSTM": 4, "GRU": 3, "RNN": 1}

@@ -1,5 +1,6 @@
-"""Workspaces of cuBLAS and cublasLt (aten/src/ATen/cuda/CublasHandlePool.cpp, CUDABlas.cpp, native/cuda/Blas.cpp).
+"""Products of matrices: the workspaces of cuBLAS and cublasLt, and how long they take.
 
+Sources of the workspaces: aten/src/ATen/cuda/CublasHandlePool.cpp, CUDABlas.cpp, native/cuda/Blas.cpp.
 Every thread that multiplies matrices on a GPU has a cuBLAS handle there; autograd's backward runs in a thread of its
 own, so a training step uses two. Handles of threads that ended are used again by others. A workspace belongs to a
 handle and a stream. Products with a bias vector go through cublasLt. `memory_model.blas_workspaces` says how large
@@ -13,17 +14,17 @@ import functools
 import os
 import threading
 from collections.abc import Callable
-from math import prod
+from math import ceil, inf, prod
 from typing import Any
 
 import torch
 
 from virtual_gpus import errors, figures
 from virtual_gpus.clock.cost import READS_AND_WRITES, OperatorClass, moves
-from virtual_gpus.clock.work import Cost, Operation, added_on_host
+from virtual_gpus.clock.work import BYTES, Cost, Operation, added_on_host
 from virtual_gpus.dispatch.half_precision import widened
 from virtual_gpus.dispatch.operators import OpCall, Row
-from virtual_gpus.features.blas.product_costs import product
+from virtual_gpus.gpus import GPUSpec, Precision
 from virtual_gpus.machine import Kept, VirtualGPU, active
 from virtual_gpus.memory_model import Library, blas_workspaces
 from virtual_gpus.patches.table import Patch
@@ -32,7 +33,9 @@ from virtual_gpus.threads import OfEachThread, this_thread
 from virtual_gpus.versions import LT_FOR_MATRICES_AS_BIAS
 
 MULTIPLIED = {torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.complex128}  # by CUDA
+_PRODUCTS, _OF_VECTORS = (figures.beside(__file__)[part] for part in ("products", "vector"))
 _LT_TYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+Tiles = tuple[tuple[int, int, float], ...]  # rows, columns, and the share of the peak that they reach
 stands_in_for: OfEachThread[object] = OfEachThread(None)  # the replica of DataParallel whose thread this one is
 
 
@@ -85,6 +88,50 @@ def leave_handle(gpu: VirtualGPU, holder: object) -> None:
     handles = _handles.existing(gpu)
     if handles is not None:
         handles.leave(holder)
+
+
+# ---- how long products take: in tiles, one per multiprocessor at a time ---------------------------------------------
+# A product of (m, k) and (k, n) is cut into tiles of the result. As many tiles as there are multiprocessors run at
+# once, so work comes in waves, and a wave that is not full leaves multiprocessors idle. For few tiles cuBLAS also cuts
+# along k and adds the parts up (split-K). cuBLAS takes what its heuristics say is fastest; here the fastest is taken.
+
+
+@functools.lru_cache(maxsize=8192)
+def product(
+    spec: GPUSpec, m: int, n: int, k: int, batch: int, precision: Precision, with_bias: bool = False,
+    aligned: bool = True, parts: int = 1
+) -> tuple[float, int]:  # fmt: skip
+    """(seconds, kernels) of `batch` products of (m, k) and (k, n). aligned: all rows begin at multiples of 16 bytes.
+    parts: of a number. Two complex ones take four products, for two parts."""
+    if not m * n * k * batch:
+        return 0.0, 0
+    seconds, kernels = in_tiles(spec, m, parts * n, parts * k, batch, precision, with_bias)
+    if not aligned and batch == 1 and precision in spec.tensor_cores:
+        seconds += (_PRODUCTS["misaligned"] - 1) * (seconds - _PRODUCTS["start_on_cores"] * spec.reached.kernel)
+    nbytes = parts * BYTES[precision] * batch * (m * k + k * n + m * n)
+    return max(seconds, spec.seconds_to_move(nbytes) + spec.reached.kernel), kernels
+
+
+@functools.lru_cache(maxsize=8192)
+def in_tiles(
+    spec: GPUSpec, m: int, n: int, k: int, batch: int, precision: Precision, with_bias: bool = False, tiles: Tiles = ()
+) -> tuple[float, int]:
+    """(seconds, kernels) of the arithmetic alone. tiles: others than those of cuBLAS."""
+    reached, cores = spec.reached, precision in spec.tensor_cores
+    rate = spec.flops_of(precision) * (reached.tensor if cores else reached.simt) / spec.multi_processor_count
+    start = reached.kernel * _PRODUCTS["start_on_cores" if cores else "start"]
+    best = inf, 1
+    for rows, columns, share in tiles or _PRODUCTS["tiles_on_cores" if cores else "tiles"]:
+        number = ceil(m / rows) * ceil(n / columns) * batch
+        for split in (1,) if with_bias else _PRODUCTS["splits"]:
+            if split > 1 and k / split < _PRODUCTS["least_k"]:
+                break
+            waves = ceil(number * split / spec.multi_processor_count)
+            seconds = waves * 2 * rows * columns * ceil(k / split) / (rate * share)
+            seconds += start + (split > 1) * _PRODUCTS["add_up"] * reached.kernel
+            if seconds < best[0]:
+                best = seconds, 1 + (split > 1)
+    return best[0] * (_PRODUCTS["with_bias"] if with_bias and not cores else 1), best[1]
 
 
 # ---- operators ------------------------------------------------------------------------------------------------------
@@ -178,7 +225,7 @@ def _matrices(operation: Operation, bias: int = 0) -> Cost:
 
 _PRODUCT = OperatorClass(_matrices, is_fusible=False, tf32_setting="matmul", depends_on_strides=True)
 _ADDED = _PRODUCT._replace(formula=lambda operation: _matrices(operation, bias=1))
-_VECTOR = moves(is_fusible=False, host=_HOST, **figures.beside(__file__)["vector"])
+_VECTOR = moves(is_fusible=False, host=_HOST, **_OF_VECTORS)
 _of = functools.partial(functools.partial, with_workspace)  # the recipe, with what it needs of an operator
 OPERATORS = {
     "mm": Row(_PRODUCT, _of(kernel="addmm_cuda", matrices=_FIRST_TWO), cpu_kernel=_in_its_type),
