@@ -122,7 +122,7 @@ def _sheet(gpu: GPUSpec | str) -> GPUSpec:
 # ---- reductions
 
 _MIN_VALUES, _MAX_VALUES = 16, 256  # values that one thread adds up
-_MAX_THREADS, _WARP = 512, 32
+_WARP = 32
 _VECTOR = 4  # elements that a thread loads at once
 
 
@@ -133,6 +133,7 @@ def reduction_scratch(
     *,
     strides: Sequence[int] | None = None,
     partial_bytes: int = 4,
+    threads: int = 512,
 ) -> tuple[int, int]:
     """The bytes of two temporary buffers of a reduction such as `sum`: for partial results and for semaphores.
 
@@ -140,6 +141,7 @@ def reduction_scratch(
     dims: the dimensions that are reduced. None: all of them.
     strides: the strides in elements. None: those of a contiguous tensor.
     partial_bytes: bytes of one partial result, for example 4 for a sum of floats, 16 for a maximum and its index.
+    threads: at most, in a block. 256 for complex128.
 
     Returns (0, 0) if one thread block per output is enough. Raises ValueError for an unknown kind of GPU.
 
@@ -154,7 +156,9 @@ def reduction_scratch(
     if strides is None:
         strides = [prod(shape[dim + 1 :]) for dim in range(ndim)]
     reduced = tuple(sorted({dim % ndim for dim in dims})) if dims else tuple(range(ndim))
-    return _buffers(tuple(shape), tuple(strides), reduced, partial_bytes, sheet.multi_processor_count, sheet.threads)
+    return _buffers(
+        tuple(shape), tuple(strides), reduced, partial_bytes, threads, sheet.multi_processor_count, sheet.threads
+    )
 
 
 _Dim = tuple[int, int]  # length and stride, in elements
@@ -162,7 +166,13 @@ _Dim = tuple[int, int]  # length and stride, in elements
 
 @lru_cache(maxsize=4096)
 def _buffers(
-    shape: Ints, strides: Ints, reduced: Ints, partial_bytes: int, multiprocessors: int, threads_per_multiprocessor: int
+    shape: Ints,
+    strides: Ints,
+    reduced: Ints,
+    partial_bytes: int,
+    threads: int,
+    multiprocessors: int,
+    threads_per_multiprocessor: int,
 ) -> tuple[int, int]:
     inner, outer = _merged(shape, strides, reduced)
     inputs, outputs = prod(n for n, _ in inner), prod(n for n, _ in outer)
@@ -175,7 +185,7 @@ def _buffers(
     elif fastest == 1 and not along_input:
         vector = _output_vector(inner, outer)
         dim0 //= vector
-    width, height = _thread_block(dim0, dim1, _MAX_THREADS // vector)
+    width, height = _thread_block(dim0, dim1, threads // vector)
     step_input, step_output = (width, 1) if along_input else (1, width)
     if ceil_div(inputs, step_input) < min(height * 16, _MAX_VALUES):
         return 0, 0

@@ -145,10 +145,12 @@ def copied_bytes(matrix: torch.Tensor) -> int:
     """Bytes of the copy of a matrix, or of a batch of them, that goes into a product; 0 if none is made.
 
     cuBLAS reads rows or columns that are packed, at any distance from each other (prepare_*_for_cublas in Blas.cpp).
-    Anything else, such as a gradient that was expanded from one number, is copied first.
+    Anything else, such as a gradient that was expanded from one number, is copied first. Of vectors only these are.
     """
-    if matrix.dim() < 2 or matrix.is_contiguous():
+    if matrix.is_contiguous():
         return 0
+    if matrix.dim() < 2:
+        return nbytes(matrix) * (0 in matrix.stride())
     *_, rows, columns = matrix.shape
     *_, down, across = matrix.stride()
     by_rows = across == 1 and down >= max(1, columns)
@@ -160,7 +162,8 @@ def with_workspace(call: OpCall, kernel: str = "", matrices: slice = _NONE, lt: 
     """Have the result, then copies of matrices that cuBLAS cannot read, and its workspace: none if it is empty.
 
     kernel: the name in NotImplementedError, which it raises for whole numbers (ATen/native/cuda/Blas.cpp); "": it does
-    not. matrices: where they are among the arguments, if they may need a copy. lt: whether cublasLt multiplies them.
+    not. matrices: where they are among the arguments, if they, and a result that is given, may need a copy. lt: whether
+    cublasLt multiplies them.
     """
     first, empty = call.tensors[0], not all(map(torch.Tensor.numel, call.tensors[: call.op.takes_first]))
     if kernel and not empty and first.dtype not in MULTIPLIED:
@@ -169,7 +172,7 @@ def with_workspace(call: OpCall, kernel: str = "", matrices: slice = _NONE, lt: 
     if empty:
         return result
     handles: Handles = call.gpu.feature_state.get(_handles) or _handles.of(call.gpu)  # the former spares calls
-    given = call.args[matrices]
+    given = (*call.args[matrices], result) if call.op.filled and matrices is not _NONE else call.args[matrices]
     if all(map(torch.Tensor.is_contiguous, given)) or not (copies := list(filter(None, map(copied_bytes, given)))):
         handles.work(lt)
         return result
@@ -238,7 +241,8 @@ OPERATORS = {
     **dict.fromkeys(("addbmm", "addbmm_"), Row(_ADDED, _of(kernel="addmm_cuda"))),
     **dict.fromkeys(("_int_mm", "_scaled_mm"), Row(_PRODUCT, _of(lt=True))),
     "_grouped_mm": Row(_PRODUCT),
-    **dict.fromkeys(("mv", "addmv", "addmv_"), Row(_VECTOR, _of(kernel="addmv_impl_cuda"))),
+    "mv": Row(_VECTOR, _of(kernel="addmv_impl_cuda", matrices=_FIRST_TWO)),
+    **dict.fromkeys(("addmv", "addmv_"), Row(_VECTOR, _of(kernel="addmv_impl_cuda", matrices=_LAST_TWO))),
     **dict.fromkeys(("dot", "vdot"), Row(_VECTOR, _of(kernel="dot"))),
     **dict.fromkeys(("ger", "addr"), Row(_VECTOR)),
     **dict.fromkeys(("linalg_solve_triangular", "triangular_solve"), Row(READS_AND_WRITES, with_workspace)),

@@ -3,13 +3,16 @@ aten/src/ATen/native/cuda, DilatedMaxPool2d.cu and its like."""
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 from virtual_gpus import figures
 from virtual_gpus.clock.cost import READS_AND_WRITES, OperatorClass, moves
 from virtual_gpus.clock.work import Cost, Operation
 from virtual_gpus.dispatch.operators import OpCall, Row
-from virtual_gpus.dispatch.recipes import not_deterministic, packed
+from virtual_gpus.dispatch.recipes import channels_first_copy, not_deterministic, packed, packed_copies
+from virtual_gpus.placement.storages import nbytes
 
 _FITTED = figures.beside(__file__)
 
@@ -18,6 +21,18 @@ def _max_pool_backward_cost(operation: Operation) -> Cost:
     fitted = _FITTED["max_pool_backward"]
     share = fitted["share_channels_last" if operation.inputs[1].channels_last else "share"]
     return Cost(fitted["floor"] * operation.kernel + operation.reading(operation.nbytes, share), 1)
+
+
+def roll(call: OpCall) -> torch.Tensor:
+    """Of a packed copy, and along one dimension after the other, each with a result (cuda/TensorTransformations.cu)."""
+    further = [nbytes(call["self"])] * (len(call["dims"]) - 1)
+    with call.scratch(*further):
+        return call.run(*(() if further else packed_copies(call, ("self",), channels_first_copy)))
+
+
+def _roll_cost(operation: Operation) -> Cost:
+    kernels = max(1, len(operation.arguments["dims"]))
+    return Cost(kernels * (operation.kernel + operation.reading(operation.nbytes)), kernels)
 
 
 def _without_cudnn(call: OpCall) -> bool:
@@ -38,11 +53,18 @@ def _gradients(names: str, *inputs: str, refused: str = "") -> dict[str, Row]:
 
 _MAX_POOL_BACKWARD = OperatorClass(_max_pool_backward_cost, depends_on_strides=True)
 _GRID_SAMPLER = not_deterministic("grid_sampler_2d_backward_cuda", _without_cudnn)
+_ROLLS = OperatorClass(_roll_cost, arguments=("dims",))
+_packed = partial(packed, copy_of=channels_first_copy)
+_CHANNELS_FIRST = """reflection_pad1d reflection_pad2d reflection_pad3d upsample_nearest1d upsample_nearest3d im2col col2im
+    _upsample_nearest_exact1d _upsample_nearest_exact3d adaptive_max_pool2d"""
 OPERATORS = {
     "max_pool2d_with_indices": Row(moves(**_FITTED["max_pool"]), packed("self")),
     "max_pool2d_with_indices_backward": Row(_MAX_POOL_BACKWARD, packed("grad_output", "self")),
-    **dict.fromkeys(("max_pool3d_with_indices", "avg_pool2d", "avg_pool3d", "upsample_nearest2d"),
-                    Row(READS_AND_WRITES, packed("self"))),
+    **dict.fromkeys(("max_pool3d_with_indices", "avg_pool2d", "avg_pool3d", "upsample_nearest2d",
+                     "_upsample_nearest_exact2d", "_adaptive_avg_pool2d"), Row(READS_AND_WRITES, packed("self"))),
+    **dict.fromkeys(_CHANNELS_FIRST.split(), Row(READS_AND_WRITES, _packed("self"))),
+    **dict.fromkeys(("max_unpool2d", "max_unpool3d"), Row(READS_AND_WRITES, _packed("self", "indices"))),
+    "roll": Row(_ROLLS, roll),
     **_gradients("max_pool3d_with_indices", "grad_output", "self", refused="cuda"),
     **_gradients("avg_pool2d", "self", "grad_output"),
     **_gradients("avg_pool3d", "self", "grad_output", refused="cuda"),

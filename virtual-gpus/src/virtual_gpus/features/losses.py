@@ -21,6 +21,8 @@ from virtual_gpus.placement.storages import StorageAllocation, gpu_of, nbytes, p
 
 _FITTED = figures.beside(__file__)
 _NO_REDUCTION = 0  # at::Reduction::None
+_LOSS_THREADS = 32  # NLL_LOSS_THREADS in cuda/Loss.cu
+_IMAGE_THREADS, _SHARE = 1024, 128  # CUDA_NUM_THREADS, and what divides blocks_per_sample in cuda/NLLLoss2d.cu
 
 
 def nll_loss_of_images(call: OpCall) -> torch.Tensor | tuple[torch.Tensor, ...]:
@@ -30,12 +32,12 @@ def nll_loss_of_images(call: OpCall) -> torch.Tensor | tuple[torch.Tensor, ...]:
 
 
 def _nll_cost(operation: Operation) -> Cost:
-    """Each of 32 threads adds up many rows, and of images (cuda/NLLLoss2d.cu) each of 1,024 a block many pixels."""
+    """Each thread of one block adds up many rows, and of images each thread of many blocks many pixels."""
     fitted, forward = _FITTED["nll_loss"], "grad_output" not in operation.arguments
     (rows, *sides), per_row = operation.inputs[2 - forward].shape or (1,), "per_row" if forward else "per_row_backward"
     if sides:
-        blocks, at_once = max(1, prod(sides) // (1024 * 128)), 2 * operation.spec.multi_processor_count
-        rows = 32 * ceil_div(prod(sides), 1024 * blocks) * ceil_div(rows * blocks, at_once)
+        blocks, at_once = max(1, prod(sides) // (_IMAGE_THREADS * _SHARE)), 2 * operation.spec.multi_processor_count
+        rows = _LOSS_THREADS * ceil_div(prod(sides), _IMAGE_THREADS * blocks) * ceil_div(rows * blocks, at_once)
     written = 0 if forward else bytes_of(operation.outputs)
     seconds = operation.kernel * (fitted["floor"] + fitted[per_row] * rows) + operation.reading(written)
     return Cost(seconds, 1 if not written else 2)
@@ -50,7 +52,7 @@ def reduced_in_place(call: OpCall) -> torch.Tensor:
     whole = shape.numel() * result.element_size()
     put(result, StorageAllocation(call.gpu, whole))
     with call.scratch(whole if call.op.base in ("mse_loss", "smooth_l1_loss") else result.element_size()):
-        take_buffers(call, torch.empty(shape, device="meta", dtype=result.dtype), None, 4)
+        take_buffers(call, torch.empty(shape, device="meta", dtype=result.dtype), None, max(4, result.itemsize))
     return call.place(result)
 
 
@@ -72,7 +74,7 @@ def with_logits(call: OpCall) -> torch.Tensor:
     with call.scratch(*[nbytes(call["self"])] * 2):
         result = call.run()
         if call["reduction"] != _NO_REDUCTION:
-            take_buffers(call, call["self"], None, 4)
+            take_buffers(call, call["self"], None, max(4, call["self"].itemsize))
     return result
 
 
@@ -99,7 +101,8 @@ OPERATORS = {
     "log_sigmoid_forward": Row(READS_AND_WRITES, log_sigmoid),
     "binary_cross_entropy_with_logits": Row(READS_AND_WRITES, with_logits),
     "_ctc_loss": Row(READS_AND_WRITES, on_host={"input_lengths", "target_lengths"}),
-    "_ctc_loss_backward": Row(READS_AND_WRITES, check=not_deterministic("ctc_loss_backward_gpu")),
+    "_ctc_loss_backward": Row(READS_AND_WRITES, lambda call: call.run(nbytes(call["log_alpha"])),  # log_beta
+                              not_deterministic("ctc_loss_backward_gpu")),
 }  # fmt: skip
 
 

@@ -1,0 +1,43 @@
+"""Distances between vectors, `torch.cdist` and `pdist` (aten/src/ATen/native/Distance.cpp, cuda/DistanceKernel.cu)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+
+import torch
+
+from virtual_gpus import figures
+from virtual_gpus.clock.cost import CHARGED_ELSEWHERE, moves
+from virtual_gpus.clock.work import Operand
+from virtual_gpus.dispatch.operators import OpCall, Row
+from virtual_gpus.threads import seen
+
+
+def euclidean(call: OpCall) -> torch.Tensor:
+    """By its parts: a product of the vectors, their squares and ones."""
+    with seen():
+        squares, ones = [], []
+        for vectors in call.args:
+            squares.append(vectors.pow(2).sum(-1, True))
+            ones.append(torch.ones_like(squares[-1]))
+        first = torch.cat((call["x1"].mul(-2), squares[0], ones[0]), -1)
+        second = torch.cat((call["x2"], ones[1], squares[1]), -1)
+        return first.matmul(second.mT).clamp_min_(0).sqrt_()
+
+
+def _buffer(parts: Sequence[torch.Tensor] | Sequence[Operand]) -> int:
+    """Bytes of the gradients of all pairs of vectors, which are then added up. A distance of `pdist` stands for two."""
+    vectors, distances = parts[1], parts[-1]
+    return prod(distances.shape) * (1 if len(parts) > 3 else 2) * vectors.shape[-1] * vectors.itemsize
+
+
+def gradient(call: OpCall) -> torch.Tensor:
+    return call.run(*[_buffer(call.tensors)] * (call["p"] != 0))
+
+
+_SUMS = moves(lambda operation: operation.nbytes + 2 * _buffer(operation.inputs), **figures.beside(__file__)["gradients"])
+OPERATORS = {
+    "_euclidean_dist": Row(CHARGED_ELSEWHERE, euclidean),
+    **dict.fromkeys(("_cdist_backward", "_pdist_backward"), Row(_SUMS, gradient)),
+}
