@@ -16,14 +16,14 @@ from virtual_gpus.threads import seen
 
 def euclidean(call: OpCall) -> torch.Tensor:
     """By its parts: a product of the vectors, their squares and ones."""
+    if call.op.outputs:
+        return call.run()
+    one, other = call["x1"], call["x2"]
     with seen():
-        squares, ones = [], []
-        for vectors in call.args:
-            squares.append(vectors.pow(2).sum(-1, True))
-            ones.append(torch.ones_like(squares[-1]))
-        first = torch.cat((call["x1"].mul(-2), squares[0], ones[0]), -1)
-        second = torch.cat((call["x2"], ones[1], squares[1]), -1)
-        return first.matmul(second.mT).clamp_min_(0).sqrt_()
+        squares = [part.pow(2).sum(-1, True) for part in (one, other)]
+        ones = [torch.ones_like(part) for part in squares]
+        first, second = (one.mul(-2), squares[0], ones[0]), (other, ones[1], squares[1])
+        return torch.cat(first, -1).matmul(torch.cat(second, -1).mT).clamp_min_(0).sqrt_()
 
 
 def _buffer(parts: Sequence[torch.Tensor] | Sequence[Operand]) -> int:
@@ -36,7 +36,7 @@ def gradient(call: OpCall) -> torch.Tensor:
     return call.run(*[_buffer(call.tensors)] * (call["p"] != 0))
 
 
-_SUMS = moves(lambda operation: operation.nbytes + 2 * _buffer(operation.inputs), **figures.beside(__file__)["gradients"])
+_SUMS = moves(lambda done: done.nbytes + 2 * _buffer(done.inputs), **figures.beside(__file__)["gradients"])
 OPERATORS = {
     "_euclidean_dist": Row(CHARGED_ELSEWHERE, euclidean),
     **dict.fromkeys(("_cdist_backward", "_pdist_backward"), Row(_SUMS, gradient)),

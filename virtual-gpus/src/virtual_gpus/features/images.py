@@ -55,8 +55,9 @@ _MAX_POOL_BACKWARD = OperatorClass(_max_pool_backward_cost, depends_on_strides=T
 _GRID_SAMPLER = not_deterministic("grid_sampler_2d_backward_cuda", _without_cudnn)
 _ROLLS = OperatorClass(_roll_cost, arguments=("dims",))
 _packed = partial(packed, copy_of=channels_first_copy)
-_CHANNELS_FIRST = """reflection_pad1d reflection_pad2d reflection_pad3d upsample_nearest1d upsample_nearest3d im2col col2im
-    _upsample_nearest_exact1d _upsample_nearest_exact3d adaptive_max_pool2d"""
+_CHANNELS_FIRST = """reflection_pad1d reflection_pad2d reflection_pad3d upsample_nearest1d upsample_nearest3d im2col
+    col2im _upsample_nearest_exact1d _upsample_nearest_exact3d adaptive_max_pool2d adaptive_max_pool3d
+    _adaptive_avg_pool3d"""
 OPERATORS = {
     "max_pool2d_with_indices": Row(moves(**_FITTED["max_pool"]), packed("self")),
     "max_pool2d_with_indices_backward": Row(_MAX_POOL_BACKWARD, packed("grad_output", "self")),
@@ -68,7 +69,8 @@ OPERATORS = {
     **_gradients("max_pool3d_with_indices", "grad_output", "self", refused="cuda"),
     **_gradients("avg_pool2d", "self", "grad_output"),
     **_gradients("avg_pool3d", "self", "grad_output", refused="cuda"),
-    **_gradients("reflection_pad2d upsample_nearest1d upsample_nearest2d upsample_nearest3d", "grad_output"),
+    **_gradients("reflection_pad2d upsample_nearest1d upsample_nearest2d upsample_nearest3d _upsample_nearest_exact1d "
+                 "_upsample_nearest_exact2d _upsample_nearest_exact3d", "grad_output"),
     **_gradients("replication_pad2d _adaptive_avg_pool2d _adaptive_avg_pool3d adaptive_max_pool2d", "grad_output",
                  refused="cuda"),
     **_gradients("replication_pad1d replication_pad3d grid_sampler_3d fractional_max_pool2d fractional_max_pool3d",

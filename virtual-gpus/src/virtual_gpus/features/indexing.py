@@ -268,7 +268,7 @@ OPERATORS = {
     **dict.fromkeys(("_embedding_bag", "_embedding_bag_forward_only"), Row(_BAGS, embedding_bag)),
     "index_copy": Row(_COPIES),
     **dict.fromkeys(("index_add", "scatter_add"), Row(_ADDS)),
-    **dict.fromkeys(("select_backward", "slice_backward"), Row(_INTO_ZEROS)),
+    **dict.fromkeys(("select_backward", "slice_backward", "unfold_backward"), Row(_INTO_ZEROS)),
     "masked_fill": _row(mixture=mask_elsewhere),
     **dict.fromkeys(
         ("_embedding_bag_backward", "_embedding_bag_dense_backward"), Row(_BACK, embedding_backward, _OF_BAGS)

@@ -72,11 +72,22 @@ def scan(call: OpCall) -> torch.Tensor:
         return result
 
 
+def all_packed(call: OpCall) -> torch.Tensor:
+    """With packed copies of all tensors (cuda/Bucketization.cu)."""
+    return call.run(*filter(None, map(channels_first_copy, call.tensors)))
+
+
 def count_nonzero(call: OpCall) -> torch.Tensor:
     """By its parts (count_nonzero_cuda in TensorAdvancedIndexing.cpp)."""
     with seen():
         tensor = call["self"]
         return torch.sum(tensor if tensor.dtype == torch.bool else tensor != 0, call["dim"], **call.kwargs)
+
+
+def trace(call: OpCall) -> torch.Tensor:
+    """Of the diagonal alone (cuda/TriangularOps.cu)."""
+    with seen():
+        return call["self"].diagonal().sum() if not call.op.outputs else call.run()
 
 
 def _sort_buffers(tensor: torch.Tensor, dim: int) -> list[int]:
@@ -247,6 +258,8 @@ OPERATORS = {
     **dict.fromkeys(("_softmax", "_log_softmax"), Row(_SOFTMAX, _packed("self"), cpu_kernel=_of_halves)),
     "_softmax_backward_data": Row(_BACK, softmax_backward, cpu_kernel=_of_halves),
     "_log_softmax_backward_data": Row(_BACK, _packed("grad_output", "output"), cpu_kernel=_of_halves),
+    "trace": Row(CHARGED_ELSEWHERE, trace),
+    **dict.fromkeys(("searchsorted", "bucketize"), Row(READS_AND_WRITES, all_packed)),
     "count_nonzero": Row(CHARGED_ELSEWHERE, count_nonzero),
     **dict.fromkeys(("sort", "argsort"), Row(_SORTS, sort)),
     "topk": Row(_SORTS, topk),
