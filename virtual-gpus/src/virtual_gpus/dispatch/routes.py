@@ -22,8 +22,7 @@ from virtual_gpus.placement.storages import former_gpu_of, gpu_of, has_storage, 
 from virtual_gpus.threads import seen, this_thread
 
 _CUDA, _CPU = torch._C.DispatchKey.CUDA, torch._C.DispatchKey.CPU
-_EXPLICIT = torch._C.DispatchKey.CompositeExplicitAutograd
-_COMPOSITE = (_EXPLICIT, torch._C.DispatchKey.CompositeImplicitAutograd)
+_COMPOSITE = (torch._C.DispatchKey.CompositeExplicitAutograd, torch._C.DispatchKey.CompositeImplicitAutograd)
 
 
 def ordinary(call: OpCall) -> Any:
@@ -44,7 +43,7 @@ def particular(call: OpCall) -> Any:
         op.check(call)
     if not call.on_one_gpu and not resolve_common_device(call):
         with seen():
-            return call.func._op_dk(_EXPLICIT, *call.args, **call.kwargs)
+            return call.func._op_dk(_COMPOSITE[0], *call.args, **call.kwargs)
     valueless.prepare(call)
     reads = op.needs_values and not op.row.size_is_known(call)
     if reads and call.gpu.machine.shapes_only:
@@ -81,6 +80,8 @@ def on_host(call: OpCall) -> Any:
         asked_generator(call, "cpu")
     for former in filter(None, map(former_gpu_of, call.tensors if not call.all_placed else ())):
         errors.warn_of_gpu_that_is_off(former, calling_frame())
+    if call.op.needs_values and not call.all_placed and call.tensors[0].is_meta:  # of C++, which found no GPU to be on
+        raise errors.needs_values(call.op.base)
     result = call.kernel(*call.args, **call.kwargs)
     if not call.all_placed and isinstance(result, torch.Tensor):
         site = call.site

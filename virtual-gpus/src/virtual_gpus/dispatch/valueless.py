@@ -12,6 +12,10 @@ from virtual_gpus import errors
 from virtual_gpus.dispatch.operators import OpCall
 from virtual_gpus.placement.storages import gpu_of, is_pinned, pin
 
+# Else autograd takes it apart for meta tensors, and for no others. `Library.impl` refuses kernels of such operators.
+_library = torch.library.Library("aten", "IMPL", "Meta")
+_library.m.impl("mish_backward", "Meta", lambda gradient, tensor: torch.empty_like(tensor))
+
 
 def prepare(call: OpCall) -> None:
     """Turn CPU tensors that may meet a GPU's (indices, sources of a copy) into meta tensors; keep 0-dim ones."""

@@ -12,7 +12,7 @@ from virtual_gpus.clock.cost import READS_AND_WRITES, OperatorClass, moves
 from virtual_gpus.clock.work import Cost, Operation
 from virtual_gpus.dispatch.operators import OpCall, Row
 from virtual_gpus.dispatch.recipes import channels_first_copy, not_deterministic, packed, packed_copies
-from virtual_gpus.placement.storages import nbytes
+from virtual_gpus.placement.storages import StorageAllocation, nbytes, put
 
 _FITTED = figures.beside(__file__)
 
@@ -51,12 +51,25 @@ def _gradients(names: str, *inputs: str, refused: str = "") -> dict[str, Row]:
     return {f"{op}_backward": Row(READS_AND_WRITES, recipe, check) for op, check in checks.items()}
 
 
+def unfolded(call: OpCall) -> torch.Tensor:
+    """The result has the size of the input first, and keeps this block if it is large enough (Im2Col.cu, Col2Im.cu)."""
+    copies = packed_copies(call, ("self",), channels_first_copy)
+    if call.op.outputs:
+        return call.run(*copies)
+    result, first = call.compute(), nbytes(call["self"])
+    keeps = nbytes(result) <= first
+    if keeps:
+        put(result, StorageAllocation(call.gpu, first))
+    with call.scratch(*[first] * (not keeps), *copies):
+        return call.place(result)
+
+
 _MAX_POOL_BACKWARD = OperatorClass(_max_pool_backward_cost, depends_on_strides=True)
 _GRID_SAMPLER = not_deterministic("grid_sampler_2d_backward_cuda", _without_cudnn)
 _ROLLS = OperatorClass(_roll_cost, arguments=("dims",))
 _packed = partial(packed, copy_of=channels_first_copy)
-_CHANNELS_FIRST = """reflection_pad1d reflection_pad2d reflection_pad3d upsample_nearest1d upsample_nearest3d im2col
-    col2im _upsample_nearest_exact1d _upsample_nearest_exact3d adaptive_max_pool2d adaptive_max_pool3d
+_CHANNELS_FIRST = """reflection_pad1d reflection_pad2d reflection_pad3d upsample_nearest1d upsample_nearest3d
+    _upsample_nearest_exact1d _upsample_nearest_exact3d adaptive_max_pool2d adaptive_max_pool3d
     _adaptive_avg_pool3d"""
 OPERATORS = {
     "max_pool2d_with_indices": Row(moves(**_FITTED["max_pool"]), packed("self")),
@@ -78,5 +91,6 @@ OPERATORS = {
     **_gradients("upsample_bilinear2d upsample_bicubic2d upsample_trilinear3d", "grad_output", refused="out_cuda"),
     **_gradients("reflection_pad1d reflection_pad3d upsample_linear1d _upsample_bilinear2d_aa _upsample_bicubic2d_aa",
                  refused="out_cuda"),
+    **dict.fromkeys(("im2col", "col2im"), Row(READS_AND_WRITES, unfolded)),
     "grid_sampler_2d_backward": Row(READS_AND_WRITES, check=_GRID_SAMPLER),
 }  # fmt: skip

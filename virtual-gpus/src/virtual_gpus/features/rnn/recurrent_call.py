@@ -110,8 +110,8 @@ class RecurrentCall:
 
     def compute(self, inputs: Inputs, with_graph: bool, generator: torch.Generator | None) -> Graph:
         """Run the CPU's kernels, unseen by modes, hooks and accounting. `generator`: dropout's, None without it."""
-        leaves = inputs.mapped(torch.Tensor.detach)
         with below(), torch._C._DisableTorchDispatch(), below_autocast(), ExitStack() as stack:
+            leaves = inputs.mapped(torch.Tensor.detach)
             stack.enter_context(torch.set_grad_enabled(with_graph))
             # The program's saved-tensor hooks are kept away from the CPU's graph by others on top, which save outputs
             # without the node that saves them: it would keep itself alive.
@@ -152,10 +152,10 @@ class Graph:
 
     def gradients(self, given: Sequence[Maybe], wanted: Sequence[bool], keep: bool) -> list[Maybe]:
         """Gradients of the leaves that are wanted, from those of the outputs (None: not used)."""
-        pairs = [(o, g.detach()) for o, g in zip(self.outputs, given, strict=True) if g is not None and o.requires_grad]
-        outputs, gradients = zip(*pairs, strict=True)
+        pairs = [(o, g) for o, g in zip(self.outputs, given, strict=True) if g is not None and o.requires_grad]
         inputs = tuple(leaf for leaf, w in zip(self.leaves, wanted, strict=True) if w)
         with below(), torch._C._DisableTorchDispatch(), below_autocast():
+            outputs, gradients = zip(*((output, gradient.detach()) for output, gradient in pairs), strict=True)
             results = iter(_run_backward(outputs, gradients, keep, False, inputs, True, accumulate_grad=False))
             triples = zip(self.leaves, wanted, [next(results) if w else None for w in wanted], strict=True)
             return [torch.zeros_like(leaf) if w and leaf is not None and g is None else g for leaf, w, g in triples]

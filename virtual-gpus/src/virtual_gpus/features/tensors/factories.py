@@ -28,7 +28,9 @@ from virtual_gpus.threads import this_thread
 
 Make = Callable[..., Any]  # a function of PyTorch that makes tensors
 # The functions that parse their data in C++, and the name of that argument.
-_DATA = {"tensor": "data", "as_tensor": "data", "asarray": "obj", "sparse_coo_tensor": "indices"}
+_DATA = {"tensor": "data", "as_tensor": "data", "asarray": "obj", "sparse_coo_tensor": "indices",
+         "sparse_csr_tensor": "crow_indices", "sparse_csc_tensor": "ccol_indices", "sparse_bsr_tensor": "crow_indices",
+         "sparse_bsc_tensor": "ccol_indices", "sparse_compressed_tensor": "compressed_indices"}  # fmt: skip
 _raw_make = {name: getattr(torch, name) for name in _DATA}
 _SHARED = (torch.Tensor, torch.UntypedStorage, torch.TypedStorage)
 _raw_new: Make = torch._C.TensorBase.new
@@ -56,8 +58,9 @@ def _maker(name: str) -> _Factory:
 
     def on_device(*args: Any, device: Device = None, **kwargs: Any) -> torch.Tensor:
         machine = active()
-        if not args and _DATA[name] in kwargs:
-            args = (kwargs.pop(_DATA[name]),)
+        first = next((key for key in (_DATA[name], "size") if key in kwargs), None)
+        if not args and first is not None:
+            args = (kwargs.pop(first),)
         if machine is None or not args:
             return make(*args, **kwargs) if device is None else make(*args, device=device, **kwargs)
         source = gpu_of(args[0]) if isinstance(args[0], torch.Tensor) else None
