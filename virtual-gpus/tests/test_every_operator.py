@@ -1,12 +1,16 @@
 """What holds for all operators of a kind, which are found by their schemas: the memory of `out=`, and times."""
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
+import torchgen
 from measuring import recorded
 from virtual_gpus import virtual_gpus
 from virtual_gpus.clock import cost
 from virtual_gpus.dispatch import timing
-from virtual_gpus.dispatch.operators import operator, row_of
+from virtual_gpus.dispatch.operators import Row, operator, row_of
 
 SIDE, MIB = 1024, 1 << 20
 GPUS = {"count": 1, "kind": "H200", "shapes_only": True}
@@ -125,6 +129,21 @@ def test_what_only_writes_random_numbers_is_in_one_class():
     # They sort or read, though no tensor beside the one that they write on. The last two exist for CUDA alone.
     apart = {"randperm", "normal", "rrelu_with_noise_", "_fill_mem_eff_dropout_mask_", "_cudnn_init_dropout_state"}
     assert others <= apart and {"rand_like", "randint", "geometric_", "cauchy_"} < drawn, others
+
+
+def test_an_operator_with_a_kernel_of_its_own_for_cuda_has_a_row_or_is_known_to_be_plain():
+    """Read the source of a new one (aten/src/ATen/native/cuda). If it takes more than its results, write a row for it.
+    Else put its name into tests/data/plain_operators.txt."""
+    text = (Path(torchgen.__file__).parent / "packaged/ATen/native/native_functions.yaml").read_text()
+    entries = {entry.partition("(")[0]: entry for entry in text.split("\n- func: ")}
+    found = {name: re.search(r"structured_delegate: (\S+)", entry) for name, entry in entries.items()}
+    kernels = {name: entries[delegate[1]] if delegate else entries[name] for name, delegate in found.items()}
+    own = {name for name, kernel in kernels.items() if re.search(r"^ +(\w+, )*CUDA(, \w+)*:", kernel, re.M)}
+    elementwise = {name for name in own if re.search("TensorIterator|tags: .*pointwise", kernels[name] + entries[name])}
+    names = {name.partition(".")[0] for name in own - elementwise}
+    plain = set((Path(__file__).parent / "data/plain_operators.txt").read_text().split())
+    without_row = {name.removesuffix("_") for name in names if row_of(name) == Row(cost.READS_AND_WRITES)}
+    assert len(names) > 300 and without_row - plain == set()
 
 
 def test_a_complex_product_is_four_real_ones():

@@ -238,6 +238,7 @@ def _median_cost(operation: Operation) -> Cost:
 
 
 _SOFTMAX, _FINDS = moves(**_FITTED["softmax"]), moves(lambda operation: 2 * operation.nbytes, **_FITTED["nonzero"])
+_SUMS = ("sum", "mean", "nansum", "prod", "linalg_vector_norm", "linalg__powsum", "norm")
 _SCANS, _SCAN = ("cumsum", "cumprod"), moves(**_FITTED["scan"])
 _INDEXED_SCANS = ("cummax", "cummin", "logcumsumexp", "_cummax_helper", "_cummin_helper", "_logcumsumexp")
 _packed = partial(packed, copy_of=channels_first_copy)
@@ -248,7 +249,7 @@ _PAIRS = [(owner, name) for owner in (torch, torch.Tensor, torch.special) for na
 _PATCHES: list[Patch] = [(*pair, one_kernel(*pair)) for pair in _PAIRS]
 _REDUCES, _SORTS, _BACK = OperatorClass(_reduction_cost), moves(**SORT), moves(**_FITTED["softmax_backward"])
 OPERATORS = {
-    **dict.fromkeys(("sum", "mean", "nansum", "prod", "linalg_vector_norm", "norm"), Row(_REDUCES, reduction)),
+    **dict.fromkeys(_SUMS, Row(_REDUCES, reduction)),
     **dict.fromkeys(("amax", "amin", "max", "min", "all", "any"), Row(_REDUCES, partial(reduction, numbers=1))),
     **dict.fromkeys(("argmax", "argmin"), Row(_REDUCES, partial(reduction, numbers=1, least=16))),
     # Welford's mean, squares and twice the count, and the smallest number beside the largest.
