@@ -74,6 +74,27 @@ def test_rows_that_are_added_up_are_sorted_first(gpu):
     assert 20 * kernel < added - put < 30 * kernel
 
 
+def test_sorts_scans_searches_and_distances_take_the_buffers_of_cuda_s_kernels(gpu):
+    """Sort.cpp, SortStable.cu, ScanUtils.cuh, IndexKernel.cpp, Distributions.cpp, DistanceKernel.cu, Blas.cpp and their
+    like in aten/src/ATen/native. What is taken first, results among it."""
+    rows, line = torch.ones(256, 8192, device=gpu), torch.ones(1 << 16, device=gpu)
+    size, few, short, mask = rows.nbytes, rows[:8], line[:4096], rows[:, :1] > 0
+    vectors, pairs, given = rows[:16, :512].clone(), rows[:16, :16].clone(), torch.ones(512, 512, device=gpu)[:256, ::2]
+    for work, taken in (
+        (rows.sort, [size, 2 * size, 2 * size, 3 * size]), (line.sort, [4 << 16, 8 << 16, 8 << 16, 12 << 16]),
+        (few.sort, [1 << 18, 1 << 19, 1 << 19, 1 << 19, 1 << 18, 3 << 18]), (short.sort, [4 << 12, 8 << 12, 8 << 12]),
+        (line.median, [4 << 16, 8 << 16, 8 << 16, 12 << 16, 512]), (lambda: rows.t().kthvalue(1), [32768, 65536, size]),
+        (lambda: rows.t().cumsum(1), [size, size]), (lambda: rows.t().cummax(1), [size, 2 * size, size]),
+        (lambda: rows.count_nonzero(), [size // 4, 512, 2 * size]), (lambda: rows.t().argmax(), [512, size]),
+        (lambda: rows.masked_scatter(mask, rows), [size, 2 * size, size // 4]),
+        (lambda: rows.multinomial(1), [2048, size]), (lambda: rows.multinomial(2, True), [4096, size, size, size]),
+        (lambda: rows.roll((1, 1), (0, 1)), [size, size]), (lambda: rows.t()[::2].mv(rows[:, 0]), [16384, size // 2]),
+        (lambda: torch.mm(rows, rows.t(), out=given), [256 << 10]),
+        (lambda: torch.ops.aten._cdist_backward(pairs, vectors, vectors, 1.0, pairs), [32 << 10, 512 << 10]),
+    ):  # fmt: skip
+        assert sizes_of(work)[: len(taken)] == taken
+
+
 def test_indices_statistics_and_norms_of_chunks_are_cudas_own(gpu):
     """TensorAdvancedIndexingUtils.h, Normalization.cu, cudnn/BatchNorm.cpp, EmbeddingBag.cu and ForeachReduceOp.cu."""
     y, values, here = torch.zeros(1 << 16, device=gpu), torch.ones(1 << 16, device=gpu), torch.arange(1 << 16)
