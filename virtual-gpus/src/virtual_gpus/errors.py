@@ -6,7 +6,7 @@ stands where it is raised.
 Some operators check the devices of their arguments one by one ("got mat2 is on cpu, different from other tensors on
 cuda:0"), others check them all together ("found at least two devices"). The file native_functions.yaml, which is part
 of every torch wheel, says which. Operators marked `device_check: NoCheck` leave the check to TensorIterator. All others
-use the generated check.
+that have a kernel for CUDA use the generated check; those without one are made of operators that check.
 """
 
 from __future__ import annotations
