@@ -90,6 +90,8 @@ def test_sorts_scans_searches_and_distances_take_the_buffers_of_cuda_s_kernels(g
         (lambda: rows.multinomial(1), [2048, size]), (lambda: rows.multinomial(2, True), [4096, size, size, size]),
         (lambda: rows.roll((1, 1), (0, 1)), [size, size]), (lambda: rows.t()[::2].mv(rows[:, 0]), [16384, size // 2]),
         (lambda: torch.mm(rows, rows.t(), out=given), [256 << 10]),
+        (lambda: F.unfold(few[None, None], (2, 1)), [1 << 18, 7 << 16]),
+        (lambda: F.fold(few[None, :2, :7168], (8, 1024), (2, 1)), [56 << 10, 56 << 10]),
         (lambda: torch.ops.aten._cdist_backward(pairs, vectors, vectors, 1.0, pairs), [32 << 10, 512 << 10]),
     ):  # fmt: skip
         assert sizes_of(work)[: len(taken)] == taken

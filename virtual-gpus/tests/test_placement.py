@@ -23,6 +23,8 @@ MAKERS = {
     "rank of an empty matrix": lambda: torch.linalg.matrix_rank(torch.ones(2, 0, 0, device=ONE)),
     "tensor of a tensor": lambda: torch.tensor(torch.ones(3, device=ONE)),
     "asarray by name": lambda: torch.asarray(obj=[1.0], device=ONE),
+    "no indices": lambda: torch.sparse_coo_tensor(size=(3, 4), device=ONE).to_dense(),
+    "sparse_csr_tensor": lambda: torch.sparse_csr_tensor([0, 1], [0], [1.0], device=ONE),
     "to_sparse_csr": lambda: torch.eye(3, device=ONE).to_sparse_csr(),
     "module parameter": lambda: nn.Linear(2, 3, device=ONE).weight,
     "lazy module": lambda: initialized(nn.LazyConv1d(3, 1).cuda(1)).weight,
