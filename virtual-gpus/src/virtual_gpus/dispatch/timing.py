@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from operator import attrgetter, mul
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -35,6 +35,7 @@ _form, _is_trained = attrgetter("shape", "dtype"), attrgetter("requires_grad")
 _stride, _elements, _itemsize = _Tensor.stride, _Tensor.numel, _Tensor.element_size
 _PLAIN = frozenset((bool, int, float, str, type(None)))
 _MOST = 65536  # times that are kept
+_NO_MORE: tuple[Any, ...] = (), (), "", True
 
 
 @dataclass(frozen=True, slots=True)  # and no tuple: a warm operator reads its attributes faster
@@ -44,15 +45,6 @@ class LaunchTimes:
     seconds: float
     host: float
     further: float
-
-
-class _More(NamedTuple):
-    """What some classes want to know beside shapes and types: see `OperatorClass`, where they ask for it."""
-
-    strides: tuple[tuple[int, ...], ...] = ()  # of each tensor
-    arguments: tuple[Any, ...] = ()
-    tf32: str = ""
-    cudnn: bool = True
 
 
 def charge_op(call: OpCall, result: Any) -> None:
@@ -194,14 +186,14 @@ def _filled(call: OpCall) -> list[torch.Tensor]:
 
 
 def _more(call: OpCall) -> tuple[Any, ...]:
-    """The parts of a `_More`, in a tuple, which takes less time to make."""
-    op, strides = call.op, ()
-    time = op.row.time
+    """What some classes want to know beside shapes and types (`OperatorClass`): strides of each tensor, arguments, how
+    fp32 numbers are multiplied, whether cuDNN is enabled. `_NO_MORE` has what stands for what they do not ask for."""
+    op, time, strides = call.op, call.op.row.time, ()
     if time.depends_on_strides:  # what has a storage of its own has strides
         strides = tuple(map(_stride if call.on_one_gpu else _strides, call.tensors))
     arguments = op.arguments and _plain(list(map(call.__getitem__, op.arguments)))
     setting = time.tf32_setting
-    return strides, arguments, setting and _allows_tf32("cuda", setting), time.asks_cudnn and _cudnn_enabled()
+    return strides, arguments, setting and _allows_tf32("cuda", setting), not time.asks_cudnn or _cudnn_enabled()
 
 
 def _plain(value: Any) -> Any:
@@ -218,19 +210,19 @@ def _operation(call: OpCall, made: TensorList, extra: tuple[Any, ...] | None) ->
 
     made: the results, or the tensors that were written. extra: what `_more` returned; None if it was not asked.
     """
-    op, time, more = call.op, call.op.row.time, _More(*extra or ())
+    op, (strides, arguments, _, cudnn) = call.op, extra or _NO_MORE
     outputs, inputs = (tuple(Operand(tuple(t.shape), t.itemsize) for t in tensors) for tensors in (made, call.tensors))
-    if more.strides:
-        inputs = tuple(part._replace(strides=at) for part, at in zip(inputs, more.strides, strict=True))
+    if strides:
+        inputs = tuple(part._replace(strides=at) for part, at in zip(inputs, strides, strict=True))
     if op.outputs:  # they come last
         inputs, outputs = inputs[: -len(made)], inputs[-len(made) :]
     elif op.in_place and len(made) == 1:
         outputs = inputs[:1]
     dtypes = [tensor.dtype for tensor in call.tensors]
     return Operation(
-        op.base, inputs, outputs, call.gpu.spec, precision_of(time.tf32_setting, dtypes),
+        op.base, inputs, outputs, call.gpu.spec, precision_of(op.row.time.tf32_setting, dtypes),
         parts=1 + any(dtype.is_complex for dtype in dtypes), in_place=op.in_place,
-        arguments=dict(zip(op.arguments, more.arguments, strict=True)), cudnn=more.cudnn or not time.asks_cudnn,
+        arguments=dict(zip(op.arguments, arguments, strict=True)), cudnn=cudnn,
     )  # fmt: skip
 
 

@@ -99,9 +99,10 @@ class scratch:
             raise
         return self
 
-    def take(self, nbytes: int) -> None:
-        """One more block."""
-        self._held.append(ScratchBlock(self._gpu, nbytes))
+    def take(self, *sizes: int) -> None:
+        """Further blocks."""
+        for size in sizes:
+            self._held.append(ScratchBlock(self._gpu, size))
 
     def close(self, *error: object) -> None:
         """Give all blocks back, the last one first."""

@@ -13,7 +13,6 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterable
-from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -411,15 +410,15 @@ class Efficient(Kernel):
 
     def backward(self, gradient: Tensor, out: Tensor) -> Blocks:
         """Blocks of the gradients of query, key, value and, if it wants one, bias."""
-        with ExitStack() as stack:
+        with scratch(self.gpu) as held:
             if not gradient.transpose(1, 2).is_contiguous():
-                stack.enter_context(scratch(self.gpu, self.out))
+                held.take(self.out)
             query, key, value = self.gradients
             grouped = self.heads != self.kv_heads
             if grouped:  # one gradient per head of the query, added up in the end
                 share = self.heads // self.kv_heads
                 gradients = [self.allocate(query)]
-                stack.enter_context(scratch(self.gpu, key * share, value * share))
+                held.take(key * share, value * share)
             else:
                 gradients = [self.allocate(nbytes) for nbytes in (query, key, value)]
             bias: Blocks = []
@@ -433,8 +432,8 @@ class Efficient(Kernel):
                 if self.heads > 1 and self.rows > 1:  # (N, rows, heads), copied to (N, heads, rows)
                     sums.append(rows)
             with scratch(self.gpu, *sums):
-                stack.enter_context(scratch(self.gpu, rows))
-            stack.enter_context(scratch(self.gpu, kernel.workspace()))
+                held.take(rows)
+            held.take(kernel.workspace())
             if grouped:
                 gradients += [self.allocate(key), self.allocate(value)]
         return gradients + bias
