@@ -71,7 +71,10 @@ def record_of(storage: torch.UntypedStorage) -> Record:
 
 
 class ScratchBlock:
-    """A block without a storage. It is given back when this object dies, so that Ctrl-C at any line loses none."""
+    """A block without a storage. It is given back when this object dies, so that Ctrl-C at any line loses none.
+
+    One that no name holds is taken and given back at once, as a kernel does with its last temporary.
+    """
 
     __slots__ = ("__weakref__", "block")
 

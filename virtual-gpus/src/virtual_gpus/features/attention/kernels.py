@@ -27,7 +27,7 @@ from virtual_gpus.dispatch.operators import OpCall
 from virtual_gpus.dispatch.timing import precision_of
 from virtual_gpus.features.attention.values import HALF, Mask, Numbers, Parts, Scale
 from virtual_gpus.gpus import GPUSpec
-from virtual_gpus.placement.storages import StorageAllocation, empty_in, put, scratch
+from virtual_gpus.placement.storages import ScratchBlock, StorageAllocation, empty_in, put, scratch
 from virtual_gpus.settings import INSTALLED
 from virtual_gpus.versions import CUDNN_OF_WHEELS, NEWEST, Version
 
@@ -404,8 +404,7 @@ class Efficient(Kernel):
         out = self.allocate(self.out)
         lse = self.allocate(math.prod(self.lse) * FLOAT) if self.call["compute_log_sumexp"] else None
         if self.half and max(self.width, self.value_width) > 128:  # kNeedsOutputAccumulatorBuffer
-            with scratch(self.gpu, self.per_row * self.value_width * FLOAT):
-                pass
+            ScratchBlock(self.gpu, self.per_row * self.value_width * FLOAT)
         return out, lse, []
 
     def backward(self, gradient: Tensor, out: Tensor) -> Blocks:

@@ -94,8 +94,7 @@ def _cast(call: RecurrentCall, inputs: Inputs) -> Inputs:
 
 def _draw_dropout_state(gpu: VirtualGPU) -> ScratchBlock:
     """cuDNN's random states, made at a GPU's first dropout and kept. Our numbers come from the GPU's generator."""
-    with scratch(gpu, 8):  # the seed
-        pass
+    ScratchBlock(gpu, 8)  # the seed
     return ScratchBlock(gpu, gpu.spec.multi_processor_count * sizes.DROPOUT_STATE)
 
 
@@ -207,14 +206,12 @@ def _blocks(call: RecurrentCall, inputs: Inputs, reserve: Tensor, gradients: May
         copies = _copies(_time_first(call, input), None if output is None else _time_first(call, output), *states)
         with scratch(gpu, *copies):
             allocations = [None if t is None else StorageAllocation(gpu, nbytes(t)) for t in (input, hx, cx)]
-            with scratch(gpu, size):
-                pass
+            ScratchBlock(gpu, size)
         if not dw:
             return allocations, None
         with scratch(gpu, *_copies(_time_first(call, input))):
             flat = weights.empty(gpu, sizes.weight_offsets(call.net, True)[1], input.dtype)
-            with scratch(gpu, size):
-                pass
+            ScratchBlock(gpu, size)
     return allocations, flat
 
 
