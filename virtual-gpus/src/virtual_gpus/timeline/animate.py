@@ -13,16 +13,16 @@ import base64
 import re
 from bisect import bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from itertools import groupby
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 from virtual_gpus.clock.clock import Span
 from virtual_gpus.clock.traffic import COLLECTIVES, kind_of
 from virtual_gpus.timeline import svg
-from virtual_gpus.timeline.spans import Curve, Recording, describe, gpus_of, merged
+from virtual_gpus.timeline.spans import busy_seconds, merged
 
 _MOMENTS = 150  # the picture tells so many moments apart
 _STEADY, _READ = 2, 9  # moments for which a word and a sentence stay at least
@@ -30,7 +30,40 @@ _SHORTEST = 0.035  # of the time: a block travels at least so long, so that it c
 _LEVEL = 0.02  # of the highest peak: smaller changes of the memory are not shown
 _COMPUTING = ("forward", "backward", "step", "compute")
 _State = TypeVar("_State")
+Curve = Sequence[tuple[float, int]]  # (second, allocated bytes), in order
+
+
+class Recording(Protocol):
+    """What a picture of a timeline needs. It may come from another recorder, which measures (`modelled` is False)."""
+
+    @property
+    def seconds(self) -> float: ...
+
+    @property
+    def modelled(self) -> bool: ...
+
+    @property
+    def spans(self) -> Sequence[Span]: ...
+
+    @property
+    def memory(self) -> Mapping[int, Curve]: ...
+
+
 Recorded = Recording | Sequence[Recording]  # of one process, or of each rank
+
+
+def gpus_of(spans: Iterable[Span]) -> list[int]:
+    """The indices of the GPUs that did something, in ascending order."""
+    return sorted({s.gpu for s in spans if s.gpu is not None})
+
+
+def describe(recording: Recording) -> str:
+    """Describe a recording in one line: its length, modelled or measured, and how busy each GPU is."""
+    ms, spans = 1e3 * recording.seconds, recording.spans
+    length = f"{ms:,.0f} ms" if ms >= 100 else f"{ms:.3g} ms"
+    shares = {gpu: busy_seconds(spans, gpu) / (recording.seconds or 1) for gpu in gpus_of(spans)}
+    busy = ", ".join(f"cuda:{gpu} {100 * share:.0f} %" for gpu, share in shares.items())
+    return f"{'modelled' if recording.modelled else 'measured'} {length} | busy: {busy}"
 
 
 @dataclass

@@ -45,7 +45,7 @@ class Timeline:
     is the one at which the GPU's default stream has done what was issued before it, as the GPU may be behind the host.
     """
 
-    modelled = True  # other recordings are measured, see `timeline.spans.Recording`
+    modelled = True  # other recordings are measured, see `timeline.animate.Recording`
 
     def __init__(self, machine: VirtualMachine, memory: bool = False) -> None:
         self._machine = machine

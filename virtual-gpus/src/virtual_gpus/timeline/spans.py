@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Iterable
+from typing import NamedTuple
 
 from virtual_gpus.clock.clock import HOST_LANE, Span
 
@@ -12,31 +12,8 @@ KINDS = ("forward", "backward", "step", "copy", "collective", "wait")
 # By kind, in all pictures: of Okabe and Ito's colours, which colour-blind people can tell apart.
 COLOURS = dict(zip(KINDS, ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#BBBBBB"), strict=True))
 
-Curve = Sequence[tuple[float, int]]  # (second, allocated bytes), in order
-
 ALL = "all"  # collectives
 _ROUNDING = 1e-12  # seconds between an end and the next beginning that are the same moment
-
-
-class Recording(Protocol):
-    """What a picture of a timeline needs. It may come from another recorder, which measures (`modelled` is False)."""
-
-    @property
-    def seconds(self) -> float: ...
-
-    @property
-    def modelled(self) -> bool: ...
-
-    @property
-    def spans(self) -> Sequence[Span]: ...
-
-    @property
-    def memory(self) -> Mapping[int, Curve]: ...
-
-
-def gpus_of(spans: Iterable[Span]) -> list[int]:
-    """The indices of the GPUs that did something, in ascending order."""
-    return sorted({s.gpu for s in spans if s.gpu is not None})
 
 
 def busy_seconds(spans: Iterable[Span], gpu: int, copies: bool = False) -> float:
@@ -45,15 +22,6 @@ def busy_seconds(spans: Iterable[Span], gpu: int, copies: bool = False) -> float
     nvidia-smi counts in the same way. copies: also count copies, as a profiler does for all work on the GPU.
     """
     return seconds_covered((s.start, s.end) for s in spans if s.gpu == gpu and (copies or s.kind != "copy"))
-
-
-def describe(recording: Recording) -> str:
-    """Describe a recording in one line: its length, modelled or measured, and how busy each GPU is."""
-    ms, spans = 1e3 * recording.seconds, recording.spans
-    length = f"{ms:,.0f} ms" if ms >= 100 else f"{ms:.3g} ms"
-    shares = {gpu: busy_seconds(spans, gpu) / (recording.seconds or 1) for gpu in gpus_of(spans)}
-    busy = ", ".join(f"cuda:{gpu} {100 * share:.0f} %" for gpu, share in shares.items())
-    return f"{'modelled' if recording.modelled else 'measured'} {length} | busy: {busy}"
 
 
 def rows_of(spans: Iterable[Span]) -> list[Row]:
