@@ -11,7 +11,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-from torch._utils import _flatten_dense_tensors
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.nn.parameter import is_lazy
 
 from virtual_gpus import errors
@@ -79,19 +79,9 @@ def _sent(chunk: list[torch.Tensor], gpus: list[VirtualGPU]) -> list[list[torch.
     if not gpus:
         return []
     with gpus[0].machine.without_time():  # NCCL sends to all at once
-        copies = [_pieces(move(flat, gpu, copy=True), chunk) for gpu in gpus]
+        copies = [_unflatten_dense_tensors(move(flat, gpu, copy=True), chunk) for gpu in gpus]
     collective_here([gpu_of(flat), *gpus], "broadcast", nbytes(flat))
-    return copies
-
-
-def _pieces(flat: torch.Tensor, like: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Tensors shaped as `like` on the storage of `flat`, each a tensor of its own rather than a view of it."""
-    pieces, offset = list[torch.Tensor](), 0
-    for tensor in like:
-        piece: Any = torch.empty(0, dtype=flat.dtype, device=flat.device)
-        pieces.append(piece.set_(flat.untyped_storage(), offset, tensor.size()))
-        offset += tensor.numel()
-    return pieces
+    return [[piece.data for piece in pieces] for pieces in copies]  # each a tensor of its own rather than a view
 
 
 @entrance

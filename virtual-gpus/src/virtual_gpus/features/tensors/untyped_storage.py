@@ -24,6 +24,7 @@ _base: Any = torch._C.StorageBase  # types know little of it
 _raw_device, _raw_resize, _raw_new = _base.device.__get__, _base.resize_, _base.__new__
 _raw_save = torch.save
 _raw_getitem, _raw_cpu = torch.UntypedStorage.__getitem__, torch.UntypedStorage.cpu
+_raw_clone = torch.UntypedStorage.clone
 
 
 @entrance
@@ -102,11 +103,6 @@ def _copy(storage: torch.UntypedStorage, target: VirtualGPU | None) -> torch.Unt
     return copied
 
 
-def cuda(self: torch.UntypedStorage, device: Device = None, non_blocking: bool = False) -> torch.UntypedStorage:
-    """`to` the current GPU, or to the one named."""
-    return self.to(device="cuda" if device is None else device)
-
-
 def cpu(self: torch.UntypedStorage) -> torch.UntypedStorage:
     """A copy in the computer's memory; the storage itself when it is there."""
     return _raw_cpu(self) if _gpu(self) is None else _copy(self, None)
@@ -116,9 +112,7 @@ def cpu(self: torch.UntypedStorage) -> torch.UntypedStorage:
 def clone(self: torch.UntypedStorage) -> torch.UntypedStorage:
     """A copy on the same device (deepcopy uses this)."""
     gpu = _gpu(self)
-    if gpu is None:
-        return type(self)(self.nbytes(), device=_raw_device(self)).copy_(self)
-    return _copy(self, gpu)
+    return _raw_clone(self) if gpu is None else _copy(self, gpu)
 
 
 @entrance
@@ -159,4 +153,4 @@ def patches() -> list[Patch]:
     storage = torch.UntypedStorage
     rows = [(storage, "_record", UNRECORDED), (storage, "device", property(device))]
     rows += [(module, "save", save) for module in (torch, torch.serialization)]
-    return rows + [(storage, f.__name__, f) for f in (__new__, new, __getitem__, to, cuda, cpu, clone, resize_)]
+    return rows + [(storage, f.__name__, f) for f in (__new__, new, __getitem__, to, cpu, clone, resize_)]
