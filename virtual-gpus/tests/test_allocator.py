@@ -326,17 +326,15 @@ def test_wrong_settings_and_those_that_are_refused(text):
         parse(text)
 
 
-def clock():
-    """Streams that pass a mark when told."""
-    done, waited = set(), []
-    return SimpleNamespace(
-        done=done, waited=waited, mark=lambda stream: stream, has_passed=done.__contains__, wait_for=waited.append
-    )
+def clock(now=0, wait=lambda mark: None):
+    """Streams whose marks are their numbers, of which those up to `now` are passed."""
+    return SimpleNamespace(now=now, mark=lambda gpu, stream: stream, wait=wait)
 
 
 def test_a_block_waits_for_the_last_of_its_streams_and_neighbours_merge_then():
     gpu = CachingAllocator(GIB)
-    gpu.clock, events = clock(), []
+    events, waited = [], []
+    gpu.clock = partial(clock, wait=waited.append)
     gpu.observers.append(lambda what, address, size: events.append((what, size // MIB)))
     a, b = gpu.malloc(5 * MIB), gpu.malloc(5 * MIB)
     for stream in ((0, 1), (0, 2), (0, 0)):  # the last is its own
@@ -346,16 +344,16 @@ def test_a_block_waits_for_the_last_of_its_streams_and_neighbours_merge_then():
     assert current(gpu, "allocation") == 1 and current(gpu, "active_bytes") == 10 * MIB
     gpu.free(b)
     assert layout(gpu) == "[5] (15)"
-    gpu.clock.done.add((0, 1))
+    gpu.clock = partial(clock, 1, waited.append)
     assert gpu.malloc(5 * MIB).address != a.address
     assert [gpu.stats()[name]["all"]["peak"] for name in ("active_bytes", "allocated_bytes")] == [10 * MIB] * 2
-    gpu.clock.done.add((0, 2))
+    gpu.clock = partial(clock, 2, waited.append)
     again = gpu.malloc(5 * MIB)
     assert again.address == a.address and ("free_completed", 5) in events
     gpu.record_stream(again, (0, 3))
     gpu.free(again)
     gpu.empty_cache()
-    assert gpu.clock.waited == [(0, 3)] and not gpu._waits.waiting and layout(gpu) == "(5) 5 (10)"
+    assert waited == [3] and not gpu._waits.waiting and layout(gpu) == "(5) 5 (10)"
     check_invariants(gpu)
 
 
@@ -363,7 +361,7 @@ def test_a_block_waits_for_the_last_of_its_streams_and_neighbours_merge_then():
 def test_invariants_hold_in_random_programs(text):
     rng, toggles = random.Random(text), "roundup" in text
     gpu, live, ooms = gpu_with(text + ",per_process_memory_fraction:0.9", 256 * MIB), [], 0
-    gpu.clock = clock()
+    gpu.clock = clock
     for step in range(1200):
         choice = rng.random()
         if choice < 0.55:
@@ -379,7 +377,7 @@ def test_invariants_hold_in_random_programs(text):
         elif choice < 0.97 and live:
             gpu.free(live.pop(rng.randrange(len(live))))
         elif choice < 0.98:
-            gpu.clock.done ^= {(0, rng.choice([2, 3]))}
+            gpu.clock = partial(clock, rng.choice([2, 3]))
         elif choice < 0.99 and toggles:
             gpu.set_options(replace(gpu.options, expandable=not gpu.options.expandable))
         else:
@@ -400,8 +398,7 @@ def crowded(text):
     """A GPU that must give back much and take new memory for 50 MiB, and the blocks that it holds."""
     gpu = gpu_with(text, capacity=104 * MIB)
     held = [gpu.malloc(size * MIB) for size in (1, 3, 45, 5, 10)]
-    gpu.clock = clock()
-    gpu.clock.done.add((0, 1))
+    gpu.clock = partial(clock, 1)
     gpu.record_stream(held[4], (0, 1))
     gpu.record_stream(held[0], (0, 1))
     for block in (held[4], held[2]):

@@ -69,6 +69,7 @@ class LinkSpec:
 
 
 LINKS = {name: LinkSpec(**link) for name, link in figures.read("links.toml")["links"].items()}
+_LEGEND: dict[str, str] = figures.read("links.toml")["legend"]
 
 
 Precision = Literal["fp64", "fp32", "tf32", "fp16", "bf16"]
@@ -181,18 +182,6 @@ def _read(kind: str) -> GPUSpec:
         reached=Reached(**data["reached"]),
         **data["sheet"],
     )
-
-
-# The legend of nvidia-smi topo -m, by label; "NV#" stands for any number of NVLinks.
-_LEGEND = {
-    "X": "Self",
-    "SYS": "Connection traversing PCIe as well as the SMP interconnect between NUMA nodes (e.g., QPI/UPI)",
-    "NODE": "Connection traversing PCIe as well as the interconnect between PCIe Host Bridges within a NUMA node",
-    "PHB": "Connection traversing PCIe as well as a PCIe Host Bridge (typically the CPU)",
-    "PXB": "Connection traversing multiple PCIe bridges (without traversing the PCIe Host Bridge)",
-    "PIX": "Connection traversing at most a single PCIe bridge",
-    "NV#": "Connection traversing a bonded set of # NVLinks",
-}
 
 
 def draw_topology(labels: Sequence[Sequence[str]]) -> str:

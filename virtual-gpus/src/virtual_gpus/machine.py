@@ -41,7 +41,7 @@ class VirtualGPU:
         self.machine = machine
         # GPUs do not share addresses: a snapshot of four GPUs must not show one block four times.
         self.allocator = CachingAllocator(self.memory, first_address=FIRST_ADDRESS + (slot << 44))
-        self.allocator.clock = machine
+        self.allocator.clock = lambda: machine.clock  # which may be another one by then
         self.generator: Any = None  # made on first use, with torch (see random_numbers)
         self.feature_state: dict[Kept[Any], Any] = {}  # what features keep for this GPU
         self.stream_of_thread = OfEachThread(0)  # the number of each thread's current one
@@ -159,20 +159,6 @@ class VirtualMachine:
     @current.setter
     def current(self, index: int) -> None:
         self.index_of_thread.value = index
-
-    # What allocators ask about streams, see `memory.allocator.CachingAllocator`. The clock may be another one by then.
-
-    def mark(self, stream: tuple[int, int]) -> float:
-        """The moment at which a stream, (GPU, stream), has done what was issued to it so far."""
-        return self.clock.mark(*stream)
-
-    def has_passed(self, mark: float) -> bool:
-        """True if the host is past a moment."""
-        return mark <= self.clock.now
-
-    def wait_for(self, mark: float) -> None:
-        """Let the host wait for a moment."""
-        self.clock.wait(mark)
 
     @contextmanager
     def without_time(self) -> Iterator[None]:

@@ -52,7 +52,7 @@ class CachingAllocator:
     To give several GPUs different addresses, choose values of `first_address` that differ by more than they reserve.
 
     device: the GPU's memory as its driver sees it.
-    clock: says how far streams have come, for `record_stream`. None: no block waits for a stream.
+    clock: gives what says how far streams have come, for `record_stream`. None: no block waits for a stream.
     live_blocks: the used blocks by address.
     observers: functions that are called as f(event, address, size). They may only read properties and free blocks.
         "alloc", "free": a block. If it waited for a stream, "free_requested" and "free_completed" replace "free".
@@ -69,7 +69,7 @@ class CachingAllocator:
     def __init__(self, capacity: int, context: int = 0, first_address: int = FIRST_ADDRESS):
         self.observers: list[Observer] = []
         self.oom_observers: list[Callable[[OutOfMemory], None]] = []
-        self.clock: blocks.StreamClock | None = None
+        self.clock: Callable[[], blocks.StreamClock] | None = None
         self.options = Options()
         self._always_default = True  # no options that change which free block serves a request were ever set
         self._max_split = -1  # as the statistics show it: what held when CUDA started
@@ -311,7 +311,7 @@ class CachingAllocator:
                 stats.oversize_allocations.change(-1)
             if address in recorded and (clock := self.clock) is not None:
                 event = "free_requested"
-                self._waits.add(block, clock)
+                self._waits.add(block, clock())
             else:
                 block.state = FREE
                 block.pool.reclaim(block)
@@ -322,7 +322,7 @@ class CachingAllocator:
     def _complete_waits(self, wait: bool = False) -> None:
         """Take back the blocks that no other stream uses any more; with `wait`, all of them."""
         self._stats.note_peaks()
-        for block in self._waits.passed(self.clock, wait) if self.clock is not None else ():
+        for block in self._waits.passed(self.clock(), wait) if self.clock is not None else ():
             address, size, block.state = block.address, block.size, FREE
             block.pool.reclaim(block)
             self.device.tell("free_completed", address, size)

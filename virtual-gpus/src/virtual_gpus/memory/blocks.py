@@ -179,11 +179,12 @@ def recount(tally: Tally, used: list[Block], waiting: list[Block], free: list[Bl
 
 
 class StreamClock(Protocol):
-    """How far streams have come: a mark is behind the work that a stream was given so far."""
+    """How far streams have come: a mark is the time at which one has done what it was given so far. now: the host's."""
 
-    def mark(self, stream: Stream, /) -> float: ...
-    def has_passed(self, mark: float, /) -> bool: ...
-    def wait_for(self, mark: float, /) -> None: ...
+    now: float
+
+    def mark(self, gpu: int, stream: int, /) -> float: ...
+    def wait(self, until: float, /) -> None: ...
 
 
 class StreamWaits:
@@ -202,16 +203,16 @@ class StreamWaits:
         tally.waiting += 1
         tally.waiting_bytes += block.size
         for stream in streams:
-            self._queues.setdefault(stream, deque()).append((clock.mark(stream), block.address))
+            self._queues.setdefault(stream, deque()).append((clock.mark(*stream), block.address))
         self.waiting[block.address] = block, len(streams)
 
     def passed(self, clock: StreamClock, wait: bool = False) -> Iterator[Block]:
         """The blocks that no stream uses any more, which wait no longer; with `wait`, all of them."""
         for stream, queue in list(self._queues.items()):
-            while queue and (wait or clock.has_passed(queue[0][0])):
+            while queue and (wait or queue[0][0] <= clock.now):
                 mark, address = queue.popleft()
                 if wait:
-                    clock.wait_for(mark)
+                    clock.wait(mark)
                 block, marks = self.waiting[address]
                 self.waiting[address] = block, marks - 1
                 if marks == 1:
