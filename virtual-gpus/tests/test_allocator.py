@@ -6,6 +6,7 @@ import json
 import random
 import sys
 import threading
+import tomllib
 from collections import Counter, defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -251,7 +252,7 @@ def test_peaks_and_accumulated_figures_start_again_also_those_of_oversize_blocks
     stats = gpu.stats()
     assert stats["allocated_bytes"]["all"] == {"current": 20 * MIB, "peak": 20 * MIB, "allocated": 0, "freed": 0}
     assert (stats["num_ooms"], stats["num_alloc_retries"]) == (0, 0)
-    gpu = gpu_with(SPLIT)
+    gpu = gpu_with("max_split_size_mb:100")
     play(gpu, "+200 -200 +50 +190 -190 +180 empty")
     assert gpu.stats()["oversize_allocations"] == {"current": 1, "peak": 1, "allocated": 3, "freed": 2}
     assert gpu.stats()["oversize_segments"] == {"current": 1, "peak": 2, "allocated": 2, "freed": 1}
@@ -259,49 +260,11 @@ def test_peaks_and_accumulated_figures_start_again_also_those_of_oversize_blocks
     assert gpu.stats()["oversize_segments"] == {"current": 1, "peak": 2, "allocated": 0, "freed": 0}
 
 
-SPLIT = "max_split_size_mb:100"
-COLLECT = "garbage_collection_threshold:0.625,per_process_memory_fraction:0.4"  # 250 of 400 MiB allowed
-STREAM = "+40@7 +20@7 +30@7 -40 -20 -30"
-HAND = [  # options, steps on a GPU of 1000 MiB, the segments then, what the last step took and gave back
-    # The smallest that fits, on the block's own stream. All that is cached goes before memory runs out.
-    ("", f"{STREAM} +20", "(40), (20), (30), 20", "segment_alloc 20"),
-    ("", f"{STREAM} +1@2 -1 +979", "980",
-     "segment_free 20, segment_free 30, segment_free 40, segment_free 2, segment_alloc 980"),
-    ("", f"{STREAM} +911 +90", "912", "oom 90"),
-    # An "oversize" block serves large requests only, whole, where less than 20 MiB are wasted. Others split as ever.
-    (SPLIT, "+200 -200 +50", "(200), 50", "segment_alloc 50"),
-    (SPLIT, "+200 -200 +190", "200", ""),
-    (SPLIT, "+200 -200 +180", "(200), 180", "segment_alloc 180"),
-    # Such blocks go back first when memory runs out: the best fit, else the largest until there is enough.
-    (SPLIT, "+580 +110 +140 +130 -110 -140 -130 +85", "580, (140), (130), 86",
-     "segment_free 110, segment_alloc 86"),
-    (SPLIT, "+500 +150 +120 +130 +30 -150 -120 -130 -30 +200", "500, (120), (30), 200",
-     "segment_free 150, segment_free 130, segment_alloc 200"),
-    # After 5 searches 270 MiB are reserved, 20 too many. Ages are 2 and 1: that of the 20 is above the average.
-    (COLLECT, "+20 +30 +100 -20 +120 -30 +60 +50", "100, 120, 60, 50", "segment_free 30, segment_alloc 50"),
-    ("garbage_collection_threshold:0.9,per_process_memory_fraction:0.4", "+100 -100 +120", "(100), 120",
-     "segment_alloc 120"),
-    ("garbage_collection_threshold:0.1,per_process_memory_fraction:1.0", "+100 -100 +120", "(100), 120",
-     "segment_alloc 120"),
-    # Pages have 20 MiB. The second request needs 13 more than was free.
-    (PAGES, "+1", "1 (1)", "segment_map 2"),
-    (PAGES, "+3 +30", "3 30 (7)", "segment_map 20"),
-    (PAGES, "+50 +51 +52 -51 empty +60", "50 (10), (1) 52 60 (7)", "segment_map 60"),
-    (PAGES, "+50 +51 +52 -51 empty +45", "50 45 (6) 52 (7)", "segment_map 40"),
-    (PAGES, "+40 +41 +42 +43 +44 -43 -41 empty +30", "40 30 (11) 42 (17), (6) 44 (10)", "segment_map 40"),  # the lowest
-    # A hole is a better fit than the end, which can grow.
-    (PAGES, "+20 +30 +25 -30 +4", "20 4 (26) 25 (5)", ""),
-    # Switched off, new blocks come from fixed segments, and cached pages serve nobody.
-    (PAGES, "+100 -100 False +100", "(100), 100", "segment_alloc 100"),
-    (PAGES, "+100 -100 False +100 -100 True +100", "(100), 100", ""),
-    # What is free below the end does not help, nor where it goes back.
-    (PAGES, "+300 +300 -300 +650", "300, 650 (10)", "segment_unmap 300, segment_map 660"),
-    (PAGES, "+400 +400 +180 -400 +500", "400 180", "segment_unmap 400, oom 500"),
-    (PAGES, "+990 +30", "990 (10)", "oom 30"),
-]  # fmt: skip
+# By options: steps on a GPU of 1000 MiB, the segments then, what the last step took and gave back.
+HAND = tomllib.loads((Path(__file__).parent / "data" / "allocator_by_hand.toml").read_text("utf-8"))
 
 
-@pytest.mark.parametrize(("text", "steps", "segments", "last"), HAND)
+@pytest.mark.parametrize(("text", "steps", "segments", "last"), [(text, *row) for text in HAND for row in HAND[text]])
 def test_by_hand(text, steps, segments, last):
     gpu = gpu_with(text, 1000 * MIB)
     assert (play(gpu, steps), layout(gpu)) == (last, segments)

@@ -1,6 +1,7 @@
 """The known limits that `help("virtual_gpus")` lists: what each says is so, or another test shows it."""
 
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -64,35 +65,7 @@ SHOWN = {
     "TorchScript programs": scripts_have_the_cpu_s_operators,
     "An index out of range": lambda: pytest.raises(IndexError, lambda: torch.ones(3).cuda()[torch.tensor([5]).cuda()]),
 }
-ELSEWHERE = {
-    "Kernels on different streams": "test_clock.py::test_streams_of_one_gpu_share",
-    "Tensors that are made under FakeTensorMode": "test_shapes_only.py::test_fake_tensors_are_nobody_s_memory",
-    "torch.compile returns PyTorch's own objects": "test_compile.py::test_what_is_returned_is_pytorch_s",
-    "`torch.use_deterministic_algorithms(True)`": "test_errors.py::test_operators_without_a_deterministic",
-    "Without cuDNN": "test_cuda_convolutions.py::test_memory_and_time_know_the_same_kernels_and",
-    "Batch norm without cuDNN": "test_cuda_operators.py::test_a_batch_norm_takes_the_memory_and_the_time",
-    "Products and convolutions of whole": "test_errors.py::test_what_cuda_refuses_and_the_cpu_computes",
-    "Operators on lists": "test_every_operator.py::test_an_operator_on_lists",
-    "The inference fast path": "test_correctness.py::an_encoder_in_evaluation",
-    "Programs do not run faster": "benchmarks/step_cost.py",
-    "Where the host is the bottleneck": "benchmarks/clock.py",
-    "In torch.distributed, collectives and messages": "test_collective_times.py::test_each_collective_of_pytorch",
-    "In torch.profiler": "test_profiler.py::test_the_trace_has_a_process_for_each_gpu",
-    "Memory is that of CUDA's operators": "test_reference_memory.py::test_",
-    "Processes see each other's memory": "test_shared_cards.py::test_programs_that_were_started_apart",
-    "PYTORCH_CUDA_ALLOC_CONF": "test_shared_cards.py::test_the_environment_is_read_at_the_first_touch",
-    "A block that is marked with `record_stream`": "test_shared_cards.py::test_a_block_stays_as_long_as",
-    "`shapes_only` keeps no values": "test_shapes_only.py::test_what_needs_values_says_so",
-    "What is not modelled raises": "test_public_names.py::test_every_refusal_is_in_the_list",
-    "Gloo carries the messages": "test_nccl.py::test_collectives_of_nccl",
-    "`torch.distributed.fsdp.fully_shard`": "test_fully_shard.py::test_each_rank_holds_its_share",
-    "One rank of many": "test_one_rank.py::test_the_other_ranks_hold_what_this_one_holds",
-    "With torch.distributed.autograd": "test_rpc.py::test_a_backward_pass_over_two_processes",
-    "Programs that are started with `subprocess`": "test_children.py::test_nobody_inherits_who_was_not_asked_for",
-    "A thread that was running before": "test_threads.py::test_an_old_thread_joins_when_it_first_names_a_gpu",
-    "When virtual GPUs are switched off": "test_shapes_only.py::test_a_tensor_of_gpus_that_are_off_is_named",
-    "`torch.save` and": "test_correctness.py::test_",
-}
+ELSEWHERE = tomllib.loads((Path(__file__).parent / "data" / "limits.toml").read_text("utf-8"))
 
 
 def test_every_known_limit_has_its_test():
