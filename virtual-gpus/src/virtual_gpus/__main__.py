@@ -8,8 +8,6 @@ python -m virtual_gpus plan --gpus 8 --kind H100 --of 64 train.py    # does it f
 python -m virtual_gpus measure --out mine.json train.py    # how long its operators take on a real GPU
 """
 
-from __future__ import annotations
-
 import argparse
 import builtins
 import importlib.util

@@ -4,8 +4,6 @@ Modules live as long as the process, PyTorch's have half a million objects, and 
 they are imported and again when Python ends, which takes a fourth of the whole start and end.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import sys

@@ -5,8 +5,6 @@ holds no frame of this package and no tensor. The code behind an entrance can fi
 call, however many functions are in between.
 """
 
-from __future__ import annotations
-
 import functools
 import linecache
 import os

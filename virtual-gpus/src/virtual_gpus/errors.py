@@ -9,8 +9,6 @@ of every torch wheel, says which. Operators marked `device_check: NoCheck` leave
 that have a kernel for CUDA use the generated check; those without one are made of operators that check.
 """
 
-from __future__ import annotations
-
 import functools
 import pathlib
 import re

@@ -3,8 +3,6 @@
 `GPU` is a `VirtualGPU`, whose module is of a higher layer, as those of an `OpCall` and a `StorageAllocation` are.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any, Generic, TypeVar
 

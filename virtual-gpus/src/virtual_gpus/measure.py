@@ -7,8 +7,6 @@ operators without times. On a computer that has one, `python -m virtual_gpus.mea
 The timed tensors are full of zeros, and an operator runs 20 times in a row. Copies and collectives keep their formulas.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import subprocess

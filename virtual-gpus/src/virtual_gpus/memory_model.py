@@ -9,8 +9,6 @@ The virtual GPUs use the same functions. You can call them without any GPU, and 
 All sizes are in bytes. `memory.allocator.CachingAllocator` is the complete allocator, which follows a running program.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Mapping, Sequence

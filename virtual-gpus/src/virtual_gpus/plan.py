@@ -4,8 +4,6 @@ The program runs as one rank of the job, with sizes only, until it ends. Its mem
 (docs/accuracy.md). The time is modelled.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import re

@@ -1,7 +1,5 @@
 """The settings of a set of virtual GPUs: their number, their kind and their links. Features add checks of their own."""
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import functools

@@ -1,7 +1,5 @@
 """The class `virtual_gpus`, which switches virtual GPUs on and off. It uses all other modules of the package."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 import threading

@@ -1,7 +1,5 @@
 """What the engine knows of the running thread, in one object: `this_thread`."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -4,8 +4,6 @@ A new PyTorch begins here: ARCHITECTURE.md ("A new PyTorch") says how. A rule th
 one feature has it, so that what a new PyTorch changes is one page. No other module compares versions with numbers.
 """
 
-from __future__ import annotations
-
 import re
 
 Version = tuple[int, int]  # (major, minor)

@@ -8,8 +8,6 @@ long as its bytes: it reads its inputs and writes its results once. That is wron
 row.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from operator import attrgetter
 from typing import NamedTuple

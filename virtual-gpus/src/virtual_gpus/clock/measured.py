@@ -9,8 +9,6 @@ row is for these sizes, this type and this memory format. Seconds are those of t
 seconds are null wait to be measured. `python -m virtual_gpus measure` writes such files.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path

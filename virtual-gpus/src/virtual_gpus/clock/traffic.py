@@ -8,8 +8,6 @@ along a tree where that is faster. Other collectives over many hosts lose speed 
 NVLink SHARP and reductions in the network are not modelled.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Sequence
 from dataclasses import replace

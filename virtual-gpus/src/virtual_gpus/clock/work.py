@@ -1,7 +1,5 @@
 """What the cost of an operator is found from, and what it is. No torch here."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from math import prod
 from types import MappingProxyType

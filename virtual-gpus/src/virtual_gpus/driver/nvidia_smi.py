@@ -4,8 +4,6 @@ The table says in its first line that the GPUs are virtual. The other forms, whi
 Source: the manual page of nvidia-smi. What a virtual GPU does not have is "[N/A]", as there.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -24,8 +24,6 @@ What a feature keeps for a machine or a GPU is in a `machine.Kept`.
 comes of it (`tests/test_layers.py`).
 """
 
-from __future__ import annotations
-
 import dataclasses
 import importlib
 import pkgutil

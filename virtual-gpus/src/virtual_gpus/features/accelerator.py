@@ -1,7 +1,5 @@
 """torch.accelerator: the device-agnostic names. They ask C++, which knows no virtual GPU; torch.cuda answers."""
 
-from __future__ import annotations
-
 import functools
 from types import ModuleType
 

@@ -4,8 +4,6 @@ join, autograd's engine adds the second gradient onto the first, unless that one
 (aten/src/ATen/native/Linear.cpp). With a mode on, both make a new tensor. Such a sum takes the block of its first term
 over, so that memory is as without a mode."""
 
-from __future__ import annotations
-
 import sys
 import weakref
 from collections.abc import Callable

@@ -14,8 +14,6 @@ Stand-ins that answer before the dispatcher is reached use `casting`, an LSTM `c
 The lists are in autocast.toml. `names` leaves out what the installed version does not cast.
 """
 
-from __future__ import annotations
-
 import functools
 import threading
 import warnings

@@ -2,8 +2,6 @@
 multiplies by a mask of floats. On CUDA it calls `native_dropout`, whose mask is of bools: a quarter of the size, and
 made before the result."""
 
-from __future__ import annotations
-
 import torch
 
 from virtual_gpus.clock.cost import READS_AND_WRITES

@@ -1,7 +1,5 @@
 """What asks the driver in this process: GPUtil, which runs nvidia-smi, and pynvml, which finds no library."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Names that a real GPU has and a virtual one does not (refused.toml): they raise, and say which name it is."""
 
-from __future__ import annotations
-
 import functools
 import sys
 from collections.abc import Callable

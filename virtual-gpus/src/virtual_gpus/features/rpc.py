@@ -4,8 +4,6 @@ TensorPipe sends GPU tensors only where a device map says from which GPU to whic
 refused, and so is a GPU tensor, which would arrive as a CPU tensor. Objects on GPUs may be made and used remotely.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -3,8 +3,6 @@
 No runtime library is loaded for a virtual GPU. Calls that have a plain meaning here answer, all others are refused.
 """
 
-from __future__ import annotations
-
 from typing import NoReturn
 
 import torch

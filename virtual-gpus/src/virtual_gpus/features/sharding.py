@@ -5,8 +5,6 @@ call (pack_vecs in aten/src/ATen/native/cuda/TensorShape.cu; torch/csrc/distribu
 several types). It has some numbers per tensor and one per block of threads.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from types import FrameType

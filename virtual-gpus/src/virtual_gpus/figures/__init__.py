@@ -17,8 +17,6 @@ compares. "timm" is explained in features/conv/figures.toml. A "shortest kernel"
 at which an addition reads and writes. kernels: how many the host starts, 1 if a row does not say.
 """
 
-from __future__ import annotations
-
 import functools
 import tomllib
 from pathlib import Path

@@ -16,8 +16,6 @@ Blocks belong to the stream that they were allocated on. What options change sta
 bytes. No torch is imported.
 """
 
-from __future__ import annotations
-
 import threading
 import weakref
 from bisect import bisect_left, insort

@@ -3,8 +3,6 @@
 Sizes are bytes. No torch is imported.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from typing import Literal

@@ -10,8 +10,6 @@ fragmentation. When memory runs out, whole free pages go back to the GPU, from t
 Rules: c10/cuda/CUDACachingAllocator.cpp. Sizes are bytes. No torch is imported.
 """
 
-from __future__ import annotations
-
 from virtual_gpus.arithmetic import ceil_div
 from virtual_gpus.memory.blocks import FREE, UNMAPPED, WAITING, Block, BlockPool, cut_off
 from virtual_gpus.memory.device import DeviceMemory

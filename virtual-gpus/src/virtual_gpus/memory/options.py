@@ -15,8 +15,6 @@ Source: c10/core/AllocatorConfig.cpp and c10/cuda/CUDAAllocatorConfig.cpp. All s
 import torch.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 MIB = 1 << 20

@@ -3,8 +3,6 @@
 Sizes are bytes. No torch is imported.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any

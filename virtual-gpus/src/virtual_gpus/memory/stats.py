@@ -5,8 +5,6 @@ Nothing here decides where memory goes; that is `allocator.py`. Sizes are bytes.
 
 # ruff: noqa: PLR1730 (a call of max costs more than an if, and this runs for every tensor)
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from operator import attrgetter
 from typing import Any

@@ -8,8 +8,6 @@ off, `give_back` puts PyTorch's functions into what these modules hold. They are
 Taking the patches out during such an import would be shorter, but other threads use their GPUs meanwhile.
 """
 
-from __future__ import annotations
-
 import functools
 import operator
 import sys

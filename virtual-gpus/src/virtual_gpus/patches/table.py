@@ -3,8 +3,6 @@
 A patch is (module or class, name, what answers there). Names that were inherited are put back as such.
 """
 
-from __future__ import annotations
-
 import functools
 import sys
 from collections.abc import Callable, Iterable

@@ -6,8 +6,6 @@ that runs when they meet a tensor on a GPU. They are then *adopted*: given a blo
 `torch.zeros(3)` is another instruction, and stays where it is.
 """
 
-from __future__ import annotations
-
 import threading
 
 import torch

@@ -3,8 +3,6 @@
 Functions that run in the place of PyTorch's own are given them as they are, since they compute below the dispatch mode.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -8,8 +8,6 @@ those of another Python installation. Nothing is written to the disk. When the G
 were. No torch is imported.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

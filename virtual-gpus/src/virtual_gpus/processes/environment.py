@@ -1,7 +1,5 @@
 """Environment variables that machines set while they are on, for this process and for those that it starts."""
 
-from __future__ import annotations
-
 import os
 
 # (who set them, by name: what was there before and what was set), the newest last

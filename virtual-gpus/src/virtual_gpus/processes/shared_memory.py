@@ -12,8 +12,6 @@ A forked process starts with copies of its parent's tensors, which a real GPU wo
 parent. All sizes are in bytes. This module does not import torch.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import os

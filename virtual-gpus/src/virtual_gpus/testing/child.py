@@ -1,8 +1,6 @@
 """What a process does first that another one has started: it leaves its parent's terminal, prints into files, and
 talks with the others over the network of this machine alone."""
 
-from __future__ import annotations
-
 import faulthandler
 import io
 import multiprocessing

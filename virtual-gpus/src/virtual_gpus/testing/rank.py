@@ -6,8 +6,6 @@ and at the end `result` or `failure`. Files keep what a killed rank has printed,
 The time limit counts from the moment at which all ranks are connected. The start has a limit of its own.
 """
 
-from __future__ import annotations
-
 import importlib
 import io
 import linecache

@@ -7,8 +7,6 @@
 The picture is an SVG that plays by itself, without a script.
 """
 
-from __future__ import annotations
-
 import base64
 import re
 from bisect import bisect_right

@@ -6,8 +6,6 @@ of the allocation (`kind_of`). A snapshot of `torch.cuda.memory` has these stack
 allocations and frees, wherever they come from. `AllocatorLog` takes them from a virtual GPU.
 """
 
-from __future__ import annotations
-
 import functools
 import re
 import sys

@@ -1,7 +1,5 @@
 """Spans of work: their kinds, their rows in a plot or a file, how much time they cover, and what collectives cost."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import NamedTuple
 

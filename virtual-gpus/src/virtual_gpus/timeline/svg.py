@@ -5,8 +5,6 @@ begins and a number --b at which it ends. In print, and where motion is switched
 telling moment.
 """
 
-from __future__ import annotations
-
 from html import escape
 
 from virtual_gpus.timeline.spans import COLOURS

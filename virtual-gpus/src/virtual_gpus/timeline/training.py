@@ -11,8 +11,6 @@ A step ends when the optimizer's `step` does. The report has the memory of all s
 the time of the last step, which should not be the first: that one makes the optimizer's state and workspaces.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -5,8 +5,6 @@ context parallelism calls them as well, and so do programs that merge the result
 logarithms of their sums. The order of the results is that of aten/src/ATen/native/native_functions.yaml.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from functools import partial

@@ -8,8 +8,6 @@ include/cudnn_frontend/node/scaled_dot_product_flash_attention.h of cudnn-fronte
 measured but for 512 bytes.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Iterable

@@ -6,8 +6,6 @@ batch are the very memory that the fused kernels were made to save. Dropout's ma
 same again in the backward pass.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 

@@ -2,8 +2,6 @@
 The rules are those of `_select_conv_backend` in aten/src/ATen/native/Convolution.cpp: PyTorch's own kernels for
 depthwise convolutions channels first, and for all without cuDNN (`torch.backends.cudnn.enabled = False`)."""
 
-from __future__ import annotations
-
 from functools import lru_cache
 
 from virtual_gpus.clock.work import Operand

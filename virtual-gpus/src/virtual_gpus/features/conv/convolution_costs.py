@@ -4,8 +4,6 @@ in, channels out), in tiles as `in_tiles` cuts them, or takes as long as its ima
 and written once. cuDNN's kernels want channels last. Images in another order are rewritten before and after, which
 takes a reading and a writing for all that the L2 cache does not hold. figures.toml says what the constants rest on."""
 
-from __future__ import annotations
-
 from math import prod
 
 from virtual_gpus import figures

@@ -7,8 +7,6 @@ PyTorch then tries cuDNN's other kernels, which need less (Conv_v8.cpp).
 `torch.backends.cudnn.benchmark`: the first convolution of a shape tries all kernels, with the largest workspace among
 them, and empties the cache afterwards. That one is an estimate, by Winograd's numbers: no real GPU was asked."""
 
-from __future__ import annotations
-
 from functools import lru_cache
 from typing import Any
 

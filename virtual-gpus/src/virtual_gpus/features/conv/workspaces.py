@@ -4,8 +4,6 @@ rules below are an estimate. Their kinds of buffers (layout copies, partial sums
 transform, tables of offsets) follow from how such kernels work; when which is used, and all constants, were chosen on
 cases measured on an H200. figures.toml tells which, what each rule rests on, and what is known to be off."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from math import prod
 from typing import NamedTuple

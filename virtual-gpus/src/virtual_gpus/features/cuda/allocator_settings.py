@@ -5,8 +5,6 @@
 What they do: `memory.options`. Those that change no figure of GPU memory are accepted. All others are refused by name.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """torch.cuda's questions about the machine: how many GPUs, which one is current, what they are, their generators."""
 
-from __future__ import annotations
-
 import uuid
 from collections.abc import Callable, Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """torch.cuda.memory: the allocator's figures. PyTorch's own code turns them into memory_stats and memory_summary."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch.types import Device

@@ -3,8 +3,6 @@
 The functions of torch.nn.parallel.comm itself are PyTorch's own. What CUDA refuses is refused here, in the same words.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext

@@ -3,8 +3,6 @@
 nn.DataParallel, replicate, scatter, parallel_apply and gather themselves are PyTorch's own, unmodified.
 """
 
-from __future__ import annotations
-
 import sys
 import threading
 from collections.abc import Callable, Sequence

@@ -5,8 +5,6 @@ reductions.py). It asks C++ for a handle in the one process and for the storage 
 then have the same numbers. The memory counts in the process that made the tensor, as on a real GPU.
 """
 
-from __future__ import annotations
-
 import functools
 import os
 from collections.abc import Callable

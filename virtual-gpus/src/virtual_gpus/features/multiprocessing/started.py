@@ -6,8 +6,6 @@ the patch sends the machine's settings along and the child switches its own GPUs
 program and before it unpickles any argument.
 """
 
-from __future__ import annotations
-
 import concurrent.futures.thread
 import multiprocessing.process
 import multiprocessing.spawn

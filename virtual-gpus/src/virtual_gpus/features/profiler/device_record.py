@@ -4,8 +4,6 @@ The profiler itself measures the CPU, in real time. The work of the GPUs comes f
 operator that issued it by the real moment at which the clock heard of it.
 """
 
-from __future__ import annotations
-
 import bisect
 import json
 import os

@@ -8,8 +8,6 @@ The CPU's autograd graph hangs on the storage of the reserve: it lives as long a
 drops the reserve, drops it too. Where the reserve comes back as another tensor (`save_on_cpu`) backward computes anew.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Sequence
 from functools import partial, wraps

@@ -6,8 +6,6 @@ hidden` elements. figures.toml says what is known of each, and from where.
 Source of the rules: aten/src/ATen/native/cudnn/RNN.cpp (get_algo), aten/src/ATen/cudnn/Descriptors.h (padded layout).
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 from virtual_gpus import figures

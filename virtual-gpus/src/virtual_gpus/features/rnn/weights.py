@@ -4,8 +4,6 @@ Sources: aten/src/ATen/native/cudnn/RNN.cpp (copy_weights_to_flat_buf_views, try
 torch/nn/modules/rnn.py.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -5,8 +5,6 @@ and its viewer reads the result: the dictionaries have the keys of torch/csrc/cu
 it: `virtual_gpus.features.snapshots.history`.
 """
 
-from __future__ import annotations
-
 import functools
 import time
 from collections.abc import Callable

@@ -13,8 +13,6 @@ What differs from a real GPU: stacks have no C++ frames, and in a backward pass 
 `record_function` leave no mark ("external_annotations").
 """
 
-from __future__ import annotations
-
 import sys
 import time
 from collections import deque

@@ -4,8 +4,6 @@ A stack keeps code objects, no frames: it holds no tensor and no variable alive.
 microsecond; names and line numbers are looked up when a snapshot is taken.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import os

@@ -1,7 +1,5 @@
 """What a tensor says of itself: device, is_cuda, get_device, type, numpy."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, NoReturn
 

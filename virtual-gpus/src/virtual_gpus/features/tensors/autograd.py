@@ -1,7 +1,5 @@
 """What autograd checks about devices in C++, where every tensor of a virtual GPU looks like a CPU tensor."""
 
-from __future__ import annotations
-
 import sys
 import threading
 from collections.abc import Sequence

@@ -3,8 +3,6 @@
 A CPU build (laptops, macOS) refuses `torch.device(1)` and `net.to(1)` in C++, or takes them for its own accelerator.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -3,8 +3,6 @@
 PyTorch makes them in C++ (torch/csrc/tensor/python_tensor.cpp), where each call asks the driver for a GPU.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

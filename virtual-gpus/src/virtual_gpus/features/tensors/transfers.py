@@ -1,7 +1,5 @@
 """Moving tensors: to, cuda, cpu, pin_memory, save_on_cpu and what follows from them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Storages: where they say they are, and how torch.save, torch.load and deepcopy carry them to a GPU."""
 
-from __future__ import annotations
-
 import functools
 import io
 import os
