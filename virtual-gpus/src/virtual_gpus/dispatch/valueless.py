@@ -12,9 +12,9 @@ from virtual_gpus import errors
 from virtual_gpus.dispatch.operators import OpCall
 from virtual_gpus.placement.storages import gpu_of, is_pinned, pin
 
-# Else autograd takes it apart for meta tensors, and for no others. `Library.impl` refuses kernels of such operators.
-_library = torch.library.Library("aten", "IMPL", "Meta")
-_library.m.impl("mish_backward", "Meta", lambda gradient, tensor: torch.empty_like(tensor))
+# Else autograd takes it apart for meta tensors, and for no others. A product has its form. `torch.library` refuses it.
+_library = torch._C._dispatch_library("IMPL", "aten", "Meta")
+_library.impl("mish_backward", "Meta", torch.mul)
 
 
 def prepare(call: OpCall) -> None:
