@@ -8,8 +8,6 @@ The bandwidths and latencies are in `figures/links.toml`, with their sources. Co
 collectives another.
 """
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Sequence
@@ -28,6 +26,26 @@ NETWORKS = {name: LinkSpec(label="NET", **link) for name, link in _FIGURES["netw
 _PCIE = {name: link for name, link in LINKS.items() if name.startswith("PCIe")}
 ARRANGEMENTS = (*_PCIE, "NVLink pairs", "NVSwitch")
 Links = str | Sequence[Sequence[str]] | None
+
+
+@dataclass(frozen=True)
+class GroupLinks:
+    """The links of a process group, which do not grow with the number of its members.
+
+    count: members of the group. here: the members on one host, or the fewest if hosts differ.
+    inside: the kinds of links between neighbours on one host.
+    across: the link between two hosts with the group's adapters together. None if the group is on one host.
+    """
+
+    count: int
+    here: int
+    inside: tuple[LinkSpec, ...]
+    across: LinkSpec | None
+
+    @property
+    def links(self) -> tuple[LinkSpec, ...]:
+        """All kinds of links of a ring through the group."""
+        return self.inside if self.across is None else (*self.inside, self.across)
 
 
 @dataclass(frozen=True)
@@ -83,26 +101,6 @@ class Topology:
         """The output of `nvidia-smi topo -m` on the first machine, without the columns about the CPU."""
         here = [slot for slot, host in enumerate(self.hosts) if host == self.hosts[0]]
         return draw_topology([[self.labels[row][column] for column in here] for row in here])
-
-
-@dataclass(frozen=True)
-class GroupLinks:
-    """The links of a process group, which do not grow with the number of its members.
-
-    count: members of the group. here: the members on one host, or the fewest if hosts differ.
-    inside: the kinds of links between neighbours on one host.
-    across: the link between two hosts with the group's adapters together. None if the group is on one host.
-    """
-
-    count: int
-    here: int
-    inside: tuple[LinkSpec, ...]
-    across: LinkSpec | None
-
-    @property
-    def links(self) -> tuple[LinkSpec, ...]:
-        """All kinds of links of a ring through the group."""
-        return self.inside if self.across is None else (*self.inside, self.across)
 
 
 def link_of(label: str, pcie: LinkSpec) -> LinkSpec:

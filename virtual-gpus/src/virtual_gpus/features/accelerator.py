@@ -15,13 +15,6 @@ from virtual_gpus.patches.table import Patch, in_package
 _raw_get_device_module = torch.get_device_module
 _SAME = (cuda.synchronize, streams.current_stream, streams.set_stream, memory_figures.empty_cache,
          memory_figures.reset_peak_memory_stats, memory_figures.reset_accumulated_memory_stats)  # fmt: skip
-_OTHER_NAMES = {
-    "current_device_index": cuda.current_device,
-    "current_device_idx": cuda.current_device,
-    "set_device_index": cuda.set_device,
-    "set_device_idx": cuda.set_device,
-    "get_memory_info": memory_figures.mem_get_info,
-}
 
 
 def current_accelerator(check_available: bool = False) -> torch.device | None:
@@ -50,7 +43,10 @@ def get_device_module(device: torch.device | str | None = None) -> ModuleType:
 
 
 def patches() -> list[Patch]:
-    rows = in_package("torch.accelerator", *_SAME, current_accelerator, empty_host_cache, memory_stats, **_OTHER_NAMES)
+    rows = in_package("torch.accelerator", *_SAME, current_accelerator, empty_host_cache, memory_stats,
+                      current_device_index=cuda.current_device, current_device_idx=cuda.current_device,
+                      set_device_index=cuda.set_device, set_device_idx=cuda.set_device,
+                      get_memory_info=memory_figures.mem_get_info)  # fmt: skip
     rows += [(torch._C, "_accelerator_exchangeDevice", cuda._exchange_device),  # `with device_index(1):`
              (torch._C, "_accelerator_maybeExchangeDevice", cuda._maybe_exchange_device)]  # fmt: skip
     return rows + [(torch, "get_device_module", get_device_module), (torch._C, "_get_accelerator", _get_accelerator)]

@@ -23,9 +23,6 @@ class Tally:
     What was ever taken away is the difference of what was added and what is there, so it needs no counter.
     """
 
-    __slots__ = (*(name + kind for name in METRICS for kind in ("", "_up", "_peak")), "active_bytes_peak",
-                 "active_peak", "searches", "waiting", "waiting_bytes")  # fmt: skip
-
     def __init__(self):
         self.searches = 0  # for free blocks, counted while garbage is collected: the age of a block is counted in them
         self.waiting = self.waiting_bytes = 0  # freed, but another stream still uses them

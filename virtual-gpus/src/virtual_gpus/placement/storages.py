@@ -6,11 +6,9 @@ storage itself, so the record lives exactly as long as the data, whatever holds 
 autograd graph. When the record of a storage on a GPU goes, its block goes back to the allocator.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -93,7 +91,7 @@ class scratch:
     def __init__(self, gpu: VirtualGPU, *sizes: int):
         self._gpu, self._sizes, self._held = gpu, sizes, list[ScratchBlock]()
 
-    def __enter__(self) -> scratch:
+    def __enter__(self) -> Self:
         try:
             for size in self._sizes:
                 self._held.append(ScratchBlock(self._gpu, size))

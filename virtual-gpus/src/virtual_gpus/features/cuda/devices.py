@@ -1,7 +1,7 @@
 """torch.cuda's questions about the machine: how many GPUs, which one is current, what they are, their generators."""
 
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -164,7 +164,7 @@ def device_memory_used(device: Device = None) -> int:
     return gpu.memory - gpu.allocator.device.free_bytes
 
 
-class DefaultGenerators:
+class DefaultGenerators(Sequence[Generator]):
     """torch.cuda.default_generators: one per visible GPU. PyTorch's own torch.cuda.random stands on them."""
 
     def __len__(self) -> int:
@@ -172,9 +172,6 @@ class DefaultGenerators:
 
     def __getitem__(self, index: int) -> Generator:
         return default_generator(get_machine().gpus[index])
-
-    def __iter__(self) -> Iterator[Generator]:
-        return (default_generator(gpu) for gpu in get_machine().gpus)
 
 
 def patches() -> list[Patch]:

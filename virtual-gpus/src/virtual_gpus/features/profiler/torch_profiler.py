@@ -4,11 +4,9 @@ C++ would ask the driver for an event at every operator. So the profiler records
 are added where PyTorch's Python code reads the results (torch/autograd/profiler.py).
 """
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch.autograd import ProfilerActivity, ProfilerState, profiler
@@ -73,7 +71,7 @@ def table(raw: _Raw, self: EventList, *args: Any, **kwargs: Any) -> str:
 class _Ranges:
     """NVTX without a profiler: `torch.cuda.nvtx` marks nothing. Every function of it answers 0."""
 
-    def __getattr__(self, name: str) -> _Ranges:
+    def __getattr__(self, name: str) -> Self:
         return self
 
     def __call__(self, *args: object) -> int:

@@ -28,28 +28,19 @@ from virtual_gpus.threads import this_thread
 
 Make = Callable[..., Any]  # a function of PyTorch that makes tensors
 # The functions that parse their data in C++, and the name of that argument.
-_DATA = {"tensor": "data", "as_tensor": "data", "asarray": "obj", "sparse_coo_tensor": "indices",
-         "sparse_csr_tensor": "crow_indices", "sparse_csc_tensor": "ccol_indices", "sparse_bsr_tensor": "crow_indices",
-         "sparse_bsc_tensor": "ccol_indices", "sparse_compressed_tensor": "compressed_indices"}  # fmt: skip
+_DATA: dict[str, str] = figures.beside(__file__)["data"]
 _raw_make = {name: getattr(torch, name) for name in _DATA}
 _SHARED = (torch.Tensor, torch.UntypedStorage, torch.TypedStorage)
 _raw_new: Make = torch._C.TensorBase.new
 _default_device = functools.partial(getattr, torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)
 _default_before: list[object] = []  # what torch.set_default_device had set when the GPUs went on
-# These write their result, or the argument that they fill, and read nothing. Sources: TensorFactories.cpp,
-# RangeFactories.cu and Distributions.cu in aten/src/ATen/native and its cuda.
-_FITTED = figures.beside(__file__)["fill"]
-_FILL = Row(moves(lambda operation: bytes_of(operation.outputs or operation.inputs[:1]), **_FITTED))
+_NAMES, _FITTED = (figures.beside(__file__)[part] for part in ("operators", "fill"))
+_FILL = moves(lambda operation: bytes_of(operation.outputs or operation.inputs[:1]), **_FITTED)
 OPERATORS = {
-    **dict.fromkeys(("zeros", "ones", "full", "zeros_like", "ones_like", "full_like", "new_zeros", "new_ones",
-                     "new_full", "scalar_tensor", "zero_", "fill", "arange", "range", "linspace", "logspace"), _FILL),
-    **dict.fromkeys(("rand", "randn", "randint", "rand_like", "randn_like", "randint_like", "bernoulli_", "cauchy_",
-                     "exponential_", "geometric_", "log_normal_", "normal_", "random_", "uniform_"), _FILL),
-    **dict.fromkeys(("empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided",
-                     "empty_quantized", "resize_", "resize_as_", "resize_as_sparse_", "_resize_output_", "lift_fresh",
-                     "_reshape_alias"), Row(FREE)),
+    **dict.fromkeys(_NAMES["fill"].split(), Row(_FILL)),
+    **dict.fromkeys(_NAMES["free"].split(), Row(FREE)),
     "set_": Row(FREE, crosses=True),
-}  # fmt: skip
+}
 
 
 def _maker(name: str) -> _Factory:
