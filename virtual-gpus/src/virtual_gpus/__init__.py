@@ -28,8 +28,6 @@ Known limits
 Of the folders of this package, and of its features:
 """
 
-from __future__ import annotations
-
 import importlib.util
 from pathlib import Path
 from typing import TYPE_CHECKING, Any

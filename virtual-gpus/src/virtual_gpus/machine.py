@@ -4,8 +4,6 @@ Machines form a stack, and only the newest one is *active*. Each GPU has a model
 has a clock and the topology of its links.
 """
 
-from __future__ import annotations
-
 import functools
 import os
 import time
@@ -33,7 +31,7 @@ _CONTEXTS_THAT_FIT = 8  # chosen: at least, into a GPU's memory: one that a test
 class VirtualGPU:
     """One GPU: its number among the visible GPUs (`index`), its number in the machine (`slot`), its spec and memory."""
 
-    def __init__(self, slot: int, settings: Settings, machine: VirtualMachine):
+    def __init__(self, slot: int, settings: Settings, machine: "VirtualMachine"):
         self.slot = slot
         self.index = slot  # renumbered by the machine when CUDA_VISIBLE_DEVICES hides GPUs
         self.spec = settings.spec

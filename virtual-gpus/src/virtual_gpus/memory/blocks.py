@@ -6,8 +6,6 @@ Free blocks are in pools. A block that `record_stream` named stays out of reach 
 Sizes are bytes. Nothing here locks: every method is called by a thread that has the allocator to itself.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left, insort
 from collections import Counter, deque
 from collections.abc import Iterator
@@ -32,7 +30,7 @@ class Block:
     born: int  # the searches of its pool's tally when it came to the pool
     owner: ref[object] | None  # the `Owner` that watches what it belongs to
 
-    def __init__(self, address: int, size: int, pool: BlockPool, prev: Beside, next: Beside, arena: Segment | None):
+    def __init__(self, address: int, size: int, pool: "BlockPool", prev: Beside, next: Beside, arena: "Segment | None"):
         self.address, self.size, self.requested = address, size, 0
         self.pool, self.prev, self.next = pool, prev, next
         self.arena, self.owner, self.state = arena, None, FREE

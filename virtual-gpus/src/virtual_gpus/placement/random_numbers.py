@@ -1,14 +1,12 @@
 """Random generators of the virtual GPUs: each GPU has its own, and numbers drawn on it leave the CPU's alone."""
 
-from __future__ import annotations
-
 import contextlib
 import struct
 import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -18,7 +16,7 @@ from virtual_gpus.machine import VirtualGPU, active
 from virtual_gpus.placement.storages import gpu_of
 
 # C++ hands a generator on as a new Python object; the address of what it wraps says which one it was.
-_generators: weakref.WeakValueDictionary[int, Generator] = weakref.WeakValueDictionary()
+_generators: weakref.WeakValueDictionary[int, "Generator"] = weakref.WeakValueDictionary()
 
 
 def device_of_generator(generator: torch.Generator) -> torch.device:
@@ -52,7 +50,7 @@ class Generator(torch._C.Generator, metaclass=_AnyGenerator):
     _device: Any  # a torch.device, which a checker takes for a descriptor
     _seen: OrderedDict[tuple[int, int], torch.Tensor]  # (seed, offset) -> the CPU's state
 
-    def __new__(cls, device: torch.device | str | int = "cpu") -> Generator:
+    def __new__(cls, device: torch.device | str | int = "cpu") -> Self:
         generator: Any = super().__new__(cls, "cpu")  # type: ignore  # PyTorch's stubs have `__init__` in its place
         generator._device = torch.device(device) if not isinstance(device, int) else torch.device("cuda", device)
         if generator._device.type == "cuda" and generator._device.index is None:
@@ -68,7 +66,7 @@ class Generator(torch._C.Generator, metaclass=_AnyGenerator):
         """The device that this generator draws for."""
         return self._device
 
-    def manual_seed(self, seed: int) -> Generator:
+    def manual_seed(self, seed: int) -> Self:
         """Start from `seed`, at offset 0."""
         torch._C.Generator.manual_seed(self, seed)
         self._seed, self._offset = seed & _MASK, 0
@@ -83,7 +81,7 @@ class Generator(torch._C.Generator, metaclass=_AnyGenerator):
         """The seed that was last set."""
         return self._seed
 
-    def clone_state(self) -> Generator:
+    def clone_state(self) -> Self:
         """A generator of the same device in the same state."""
         twin = type(self)(self._device)
         twin.set_state(self.get_state())

@@ -14,8 +14,6 @@ With `record_timeline(memory=True)`, `t.memory[0]` is what GPU 0 holds at which 
 The recording waits for all GPUs before and after the block, as `torch.cuda.synchronize()` does.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 from collections.abc import Iterator
@@ -138,7 +136,7 @@ class Timeline:
         """What collectives cost on a GPU, by kind and group, and for "all" of them: see `timeline.spans`."""
         return communication(self.spans, self._index(gpu))
 
-    def plot(self, axes: Axes | None = None) -> Figure | SubFigure:
+    def plot(self, axes: "Axes | None" = None) -> "Figure | SubFigure":
         """Draw one row per stream over modelled milliseconds, and return the matplotlib figure.
 
         Colours separate forward, backward, step, copies and collectives.

@@ -5,8 +5,6 @@ it receives do not wait for each other, because links carry both directions at o
 link, so they go one after the other.
 """
 
-from __future__ import annotations
-
 import contextlib
 import time
 from collections import deque

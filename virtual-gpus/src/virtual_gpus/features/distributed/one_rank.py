@@ -16,8 +16,6 @@ Values: with `shapes_only` there are none. Without it, every other rank is taken
 known limits.
 """
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import sys

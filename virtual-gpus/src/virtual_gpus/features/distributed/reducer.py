@@ -4,8 +4,6 @@ NCCL has buffers of its own, which it takes from CUDA directly (some hundred MiB
 only) and which are not modelled. Gloo's buffers are the computer's memory. See `process_groups` and `nccl`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any

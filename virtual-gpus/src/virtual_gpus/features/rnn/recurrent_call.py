@@ -3,12 +3,10 @@
 The host reads the lengths of packed sequences, on the CPU (aten/src/ATen/native/PackedSequence.cpp).
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
@@ -47,10 +45,31 @@ class Inputs(NamedTuple):
         """All of them."""
         return [t for t in (*self[:3], *self.params) if t is not None]
 
-    def mapped(self, function: Callable[[torch.Tensor], torch.Tensor]) -> Inputs:
+    def mapped(self, function: Callable[[torch.Tensor], torch.Tensor]) -> Self:
         """What `function` makes of each tensor."""
         cx = None if self.cx is None else function(self.cx)
-        return Inputs(function(self.input), function(self.hx), cx, list(map(function, self.params)))
+        return type(self)(function(self.input), function(self.hx), cx, list(map(function, self.params)))
+
+
+class Graph:
+    """What the CPU's autograd keeps between forward and backward."""
+
+    def __init__(self, leaves: Sequence[Maybe], outputs: tuple[torch.Tensor, ...]):
+        self.leaves, self.outputs = leaves, outputs
+
+    def has(self, wanted: Sequence[bool]) -> bool:
+        """True if it knows all gradients that are wanted."""
+        return all(leaf is not None and leaf.requires_grad for leaf, w in zip(self.leaves, wanted, strict=True) if w)
+
+    def gradients(self, given: Sequence[Maybe], wanted: Sequence[bool], keep: bool) -> list[Maybe]:
+        """Gradients of the leaves that are wanted, from those of the outputs (None: not used)."""
+        pairs = [(o, g) for o, g in zip(self.outputs, given, strict=True) if g is not None and o.requires_grad]
+        inputs = tuple(leaf for leaf, w in zip(self.leaves, wanted, strict=True) if w)
+        with below(), torch._C._DisableTorchDispatch(), below_autocast():
+            outputs, gradients = zip(*((output, gradient.detach()) for output, gradient in pairs), strict=True)
+            results = iter(_run_backward(outputs, gradients, keep, False, inputs, True, accumulate_grad=False))
+            triples = zip(self.leaves, wanted, [next(results) if w else None for w in wanted], strict=True)
+            return [torch.zeros_like(leaf) if w and leaf is not None and g is None else g for leaf, w, g in triples]
 
 
 class RecurrentCall:
@@ -138,27 +157,6 @@ class RecurrentCall:
         else:
             results = self.raw(input, states, *settings, self.batch_first)
         return tuple(result.to(dtype) for result in results)
-
-
-class Graph:
-    """What the CPU's autograd keeps between forward and backward."""
-
-    def __init__(self, leaves: Sequence[Maybe], outputs: tuple[torch.Tensor, ...]):
-        self.leaves, self.outputs = leaves, outputs
-
-    def has(self, wanted: Sequence[bool]) -> bool:
-        """True if it knows all gradients that are wanted."""
-        return all(leaf is not None and leaf.requires_grad for leaf, w in zip(self.leaves, wanted, strict=True) if w)
-
-    def gradients(self, given: Sequence[Maybe], wanted: Sequence[bool], keep: bool) -> list[Maybe]:
-        """Gradients of the leaves that are wanted, from those of the outputs (None: not used)."""
-        pairs = [(o, g) for o, g in zip(self.outputs, given, strict=True) if g is not None and o.requires_grad]
-        inputs = tuple(leaf for leaf, w in zip(self.leaves, wanted, strict=True) if w)
-        with below(), torch._C._DisableTorchDispatch(), below_autocast():
-            outputs, gradients = zip(*((output, gradient.detach()) for output, gradient in pairs), strict=True)
-            results = iter(_run_backward(outputs, gradients, keep, False, inputs, True, accumulate_grad=False))
-            triples = zip(self.leaves, wanted, [next(results) if w else None for w in wanted], strict=True)
-            return [torch.zeros_like(leaf) if w and leaf is not None and g is None else g for leaf, w, g in triples]
 
 
 def _own(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,7 +1,5 @@
 """Making tensors on a GPU: torch.tensor and its kin, `x.new(...)`, the default device, and the factories' threads."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from numbers import Integral
@@ -43,7 +41,7 @@ OPERATORS = {
 }
 
 
-def _maker(name: str) -> _Factory:
+def _maker(name: str) -> Make:
     """`torch.tensor` and its kin parse their data in C++ and would ask CUDA itself: make it on the CPU, then move."""
     make = _raw_make[name]
 
@@ -152,7 +150,7 @@ def _factories() -> list[tuple[str, Make]]:
     return [(n, f) for n, f in vars(torch).items() if id(f) in makers and n not in _raw_make]
 
 
-def _joining(make: Make) -> _Factory:
+def _joining(make: Make) -> Make:
     """C++ asks `_lazy_init` once per process; a thread that was there before the GPUs must join all the same."""
 
     def factory(*args: Any, **kwargs: Any) -> torch.Tensor:
