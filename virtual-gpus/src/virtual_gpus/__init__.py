@@ -10,8 +10,7 @@ use `python -m virtual_gpus --gpus 4 script.py`. With `shapes_only=True`, tensor
 can measure a job of 100 GiB on a laptop.
 
 A modelled clock predicts how long the program would take and where it would wait. `torch.cuda.Event.elapsed_time`,
-`torch.cuda.utilization`, torch.profiler and the load in GPUtil use this clock. You can also record a
-timeline:
+`torch.cuda.utilization`, torch.profiler and the load in GPUtil use this clock. You can also record a timeline:
 
     with record_timeline() as t:
         step()

@@ -1,7 +1,6 @@
 """Errors of virtual GPUs: PyTorch's own texts for mistakes that real GPUs refuse, and texts for what is not modelled.
 
-Here are those of the layers below the features, and those that several modules need. A text that only one feature has
-stands where it is raised.
+Here are those of the layers below the features, and those that several modules need. Others are where they are raised.
 
 Some operators check the devices of their arguments one by one ("got mat2 is on cpu, different from other tensors on
 cuda:0"), others check them all together ("found at least two devices"). The file native_functions.yaml, which is part

@@ -90,9 +90,8 @@ def blas_workspaces(
     - 2.15: Each operator allocates its workspace and frees it again. An operator with cublasLt allocates only that of
       cublasLt. With TORCH_CUBLAS_WORKSPACE_CACHE=1, the rules are those of 2.12 to 2.14.
 
-    Raises ValueError for an unknown kind. The sources are aten/src/ATen/cuda/CublasHandlePool.cpp and CUDABlas.cpp. The
-    rules of 2.11, 2.13 and 2.15 were checked in the compiled libraries. The dates of the changes show that the rules of
-    2.12 are those of 2.13.
+    Raises ValueError for an unknown kind. Sources: aten/src/ATen/cuda/CublasHandlePool.cpp and CUDABlas.cpp. Those of
+    2.11, 2.13 and 2.15 were checked in the compiled libraries. The dates of the changes show that 2.12 is as 2.13.
     """
     settings = os.environ if environment is None else environment
     pairs = re.findall(r":(\d+):(\d+)", settings.get("CUBLAS_WORKSPACE_CONFIG", ""))

@@ -4,8 +4,7 @@
     topology.between(0, 1).bandwidth      # 100e9 bytes per second: four NVLinks
     print(topology.drawn())               # as `nvidia-smi topo -m` prints it
 
-The bandwidths and latencies are in `figures/links.toml`, with their sources. Copies reach only a part of the peak, and
-collectives another.
+Figures, with their sources: `figures/links.toml`. Copies reach only a part of the peak, and collectives another.
 """
 
 import re
@@ -80,8 +79,7 @@ class Topology:
         A ring passes through each host once, and its members there follow each other in the order of ranks. NCCL builds
         several such rings, each through another adapter (NCCL_CROSS_NIC in its user guide), so a group that has all
         ranks of a host uses all of its adapters. Assumption: all ranks of a host run such collectives at the same time,
-        each in its own group. So a group that has `here` of the host's `per_host` ranks gets the fraction
-        here / per_host of the adapters.
+        each in its own group. So `here` of a host's `per_host` ranks get the fraction here / per_host of the adapters.
         """
         ring = sorted(members, key=lambda member: member[0])
         inside = {

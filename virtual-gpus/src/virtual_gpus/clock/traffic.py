@@ -81,8 +81,7 @@ def kind_of(name: str) -> str:
 
 
 def ring_seconds(links: Sequence[LinkSpec], count: int, kind: str, nbytes: int) -> float:
-    """Seconds of a collective of `count` GPUs. links: from each to the next, around the ring. nbytes: what each GPU has
-    in the end, or begins with if that is more."""
+    """Seconds of a collective of `count` GPUs. links: around the ring. kind, nbytes: see `collective_seconds`."""
     if count < 2 or not links:
         return _FIGURES["start"]
     row = TRAFFIC[kind]

@@ -29,8 +29,8 @@ def _is_lent(call: OpCall) -> bool:
     """True if C++ holds the first argument of a call, and Python does only in the call. C++ keeps one reference to the
     Python object of a tensor that it holds (c10/util/intrusive_ptr.h). It takes a gradient as its own if that reference
     is the only one (is_tensor_stealable in torch/csrc/autograd/variable.h). The call has another one, in its `tensors`.
-    How many more Python counts on the way depends on its version: both terms have them. Callers may have no name for
-    the tensor itself."""
+    How many more Python counts depends on its version: both terms have them. Callers may have no name for the tensor.
+    """
     return sys.getrefcount(call.args[0]) - sys.getrefcount(_FRESH[0]) == 2
 
 

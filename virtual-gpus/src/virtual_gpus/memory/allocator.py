@@ -12,8 +12,7 @@ lowest address. What remains of it is split off when it is 512 bytes or more (sm
 (large pool). Freed neighbours merge. When memory runs out, segments without any used block go back to the
 GPU, and the allocation is tried once more.
 
-Blocks belong to the stream that they were allocated on. What options change stands in `options`. Sizes are
-bytes. No torch is imported.
+Blocks belong to the stream that they were allocated on. What options change: `options`. Sizes are bytes. No torch.
 """
 
 import threading
@@ -268,7 +267,7 @@ class CachingAllocator:
         if allowed is not None and self._stats.reserved + nbytes > allowed:
             return None
         if options.expandable:
-            return expandable.expand(self.device, pool, size, options.page_size(pool.small))
+            return expandable.expand(self.device, pool, size)
         block = self.device.malloc(nbytes, pool)
         if block is not None and nbytes >= options.max_split:
             self._stats.oversize_segments.change(1)

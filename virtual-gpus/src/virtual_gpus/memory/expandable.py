@@ -13,11 +13,12 @@ Rules: c10/cuda/CUDACachingAllocator.cpp. Sizes are bytes. No torch is imported.
 from virtual_gpus.arithmetic import ceil_div
 from virtual_gpus.memory.blocks import FREE, UNMAPPED, WAITING, Block, BlockPool, cut_off
 from virtual_gpus.memory.device import DeviceMemory
+from virtual_gpus.memory.options import LARGE_SEGMENT, SMALL_SEGMENT
 
 
-def expand(device: DeviceMemory, pool: BlockPool, size: int, page: int) -> Block | None:
+def expand(device: DeviceMemory, pool: BlockPool, size: int) -> Block | None:
     """A free block of at least `size` bytes, which is in no pool; None when the GPU is full."""
-    block = _lowest_addresses(pool, size) or _new_segment(device, pool, page)
+    block = _lowest_addresses(pool, size) or _new_segment(device, pool)
     if block.state == UNMAPPED and not _map(device, block, min(block.size, size)):
         return None
     while block.size < size:
@@ -43,8 +44,9 @@ def _lowest_addresses(pool: BlockPool, size: int) -> Block | None:
     return None
 
 
-def _new_segment(device: DeviceMemory, pool: BlockPool, page: int) -> Block:
+def _new_segment(device: DeviceMemory, pool: BlockPool) -> Block:
     """The addresses of a new segment, without memory."""
+    page = SMALL_SEGMENT if pool.small else LARGE_SEGMENT
     pages = ceil_div(device.capacity + device.capacity // 8, page)  # 1 1/8 of the memory (CUDACachingAllocator.cpp)
     arena = device.add_segment(pages * page, pool, page)
     block = Block(arena.address, arena.size, pool, None, None, arena)

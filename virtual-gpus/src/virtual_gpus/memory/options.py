@@ -11,8 +11,7 @@ expandable_segments
 roundup_power2_divisions
     Sizes are rounded up to this number of steps between two powers of 2.
 
-Source: c10/core/AllocatorConfig.cpp and c10/cuda/CUDAAllocatorConfig.cpp. All sizes are in bytes. This module does not
-import torch.
+Sources: c10/core/AllocatorConfig.cpp and c10/cuda/CUDAAllocatorConfig.cpp. Sizes are bytes. No torch is imported.
 """
 
 from dataclasses import dataclass, replace
@@ -61,7 +60,3 @@ class Options:
     def split_from(self, small: bool) -> int:
         """The least remainder that is split off a block of the small or the large pool."""
         return 512 if small or self.expandable else SMALL_REQUEST + 1
-
-    def page_size(self, small: bool) -> int:
-        """The bytes of an expandable segment that get memory at once."""
-        return SMALL_SEGMENT if small else LARGE_SEGMENT

@@ -3,9 +3,8 @@
 Environment variables carry it. VIRTUAL_GPUS_CHILDREN has the settings as JSON; set it to 0 to switch all of this off.
 PYTHONPATH begins with the folder `children`, whose `sitecustomize` switches the GPUs on when the child imports torch.
 PATH begins with `children/bin`, which has a program `nvidia-smi`, and VIRTUAL_GPUS_PYTHON is the Python that runs it.
-Other programs are not touched. Python programs that are started with the options -I, -E or -S inherit nothing, nor do
-those of another Python installation. Nothing is written to the disk. When the GPUs go off, the variables are as they
-were. No torch is imported.
+Other programs are not touched. Python programs that are started with -I, -E or -S inherit nothing, nor do those of
+another installation. Nothing is written to the disk. When the GPUs go off, the variables are as they were. No torch.
 """
 
 import json

@@ -1,7 +1,6 @@
 """Timelines: what the modelled host and GPUs did during a block of code.
 
-These names are for other recorders and pictures, which may hold measured times. `record_timeline` and `record_training`
-are in the package itself.
+For other recorders and pictures, which may hold measured times. Those that record are in the package itself.
 """
 
 from virtual_gpus.clock.clock import Span

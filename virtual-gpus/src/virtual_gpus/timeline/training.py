@@ -193,8 +193,7 @@ def transformer_flops(parameters: int, layers: int, width: int, length: int) -> 
 def record_training() -> Iterator[TrainingRecorder]:
     """Record a training job: `with record_training() as recorded:`, then `recorded.report()`.
 
-    As one rank of many, the GPU is that of the rank; else the current one. Raises RuntimeError if no virtual GPUs are
-    on.
+    As one rank of many, the GPU is that of the rank; else the current one. Raises RuntimeError if none are on.
     """
     machine = recordable()
     rank = machine.settings.rank

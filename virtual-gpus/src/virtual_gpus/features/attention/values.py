@@ -2,8 +2,7 @@
 
 The CPU's own fused kernel is taken wherever it can be, so that results are those of the CPU and cost what they cost
 there. With dropout, or where a mask wants a gradient, the scores are computed, one sample at a time: those of a whole
-batch are the very memory that the fused kernels were made to save. Dropout's mask is drawn from a seed, and so is the
-same again in the backward pass.
+batch are what fused kernels were made to save. Dropout's mask is drawn from a seed, again in the backward pass.
 """
 
 import math

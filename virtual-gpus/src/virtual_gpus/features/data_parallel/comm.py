@@ -32,8 +32,7 @@ def _broadcast(tensor: torch.Tensor, devices: list[int]) -> list[torch.Tensor]:
 def _broadcast_coalesced(tensors: list[torch.Tensor], devices: list[int], buffer_size: int) -> list[list[torch.Tensor]]:
     """Copies of many tensors on each of `devices`, sent in flat buffers of `buffer_size` bytes.
 
-    The first device's list holds the tensors themselves, the others' hold pieces of flat buffers. Returns one list per
-    device.
+    Returns one list per device. The first holds the tensors themselves, the others hold pieces of flat buffers.
     """
     # C++ sends an UninitializedParameter, whose methods raise, like any other. DataParallel refuses it afterwards.
     tensors = [tensor.data if is_lazy(tensor) else tensor for tensor in tensors]

@@ -1,8 +1,4 @@
-"""When a tensor from other processes is here, and in which queue of its GPU a collective or a message stands.
-
-What uses the tensor waits for that time, on the GPU, and so does the stream on which `work.wait()` or `wait_tensor` is
-called; the host goes on.
-"""
+"""When a tensor from other processes is here, and in which queue of its GPU a collective or a message stands."""
 
 from __future__ import annotations
 
@@ -24,8 +20,7 @@ _last_issued: OfEachThread[tuple[VirtualGPU, Arrival] | None] = OfEachThread(Non
 
 
 class Lane(NamedTuple):
-    """Where a collective stands: its kind, its row in a timeline, the queue that it is put in, and those that it waits
-    for."""
+    """Where a collective stands: its kind, its row in a timeline, its queue, and those that it waits for."""
 
     kind: str
     row: str
@@ -41,8 +36,7 @@ def lane_of(group: torch.distributed.ProcessGroup, kind: str) -> Lane:
 
 
 def begins(gpu: VirtualGPU, lane: Lane, tensors: Sequence[torch.Tensor]) -> float:
-    """When this GPU could begin: the host has issued it, and what came before on its stream, in its queue and on its
-    tensors is done."""
+    """When this GPU could begin: the host has issued it, and its stream, its queues and its tensors are ready."""
     clock = gpu.machine.clock
     if gpu.machine.charger is not None:
         gpu.machine.charger.before(gpu, tensors)

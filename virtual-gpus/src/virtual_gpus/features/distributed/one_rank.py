@@ -12,8 +12,7 @@ fake_pg.py), which sends nothing. The program uses the GPU of its LOCAL_RANK. Th
 
 Memory and modelled time are those of this rank. All ranks are taken to reach each collective at the same moment.
 
-Values: with `shapes_only` there are none. Without it, every other rank is taken to hold what this rank holds: see the
-known limits.
+Without `shapes_only`, every other rank is taken to hold the values that this rank holds: see the known limits.
 """
 
 import importlib

@@ -116,8 +116,7 @@ def _destroy(function: Callable[..., Any], group: Any = None) -> None:
 
 
 def _until_threads_rest() -> None:
-    """Let the times of messages arrive. Then sleep until no other thread of this process runs or waits for a core, at
-    two looks one after the other.
+    """Let the times of messages arrive. Then sleep until, at two looks in a row, no other thread is runnable.
 
     A gloo thread that has just done a collective drops the settings of the thread that asked for it, a dispatch mode
     among them, and needs Python's lock for that. Sleeping gives the lock away.

@@ -1,7 +1,6 @@
 """The weights of an LSTM, GRU or RNN in the one buffer that cuDNN wants: laid there, cast there, found there.
 
-Sources: aten/src/ATen/native/cudnn/RNN.cpp (copy_weights_to_flat_buf_views, try_get_weight_buf) and
-torch/nn/modules/rnn.py.
+Sources: aten/src/ATen/native/cudnn/RNN.cpp (what copies, and try_get_weight_buf) and torch/nn/modules/rnn.py.
 """
 
 from collections.abc import Sequence

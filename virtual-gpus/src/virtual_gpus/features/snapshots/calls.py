@@ -75,8 +75,7 @@ def _cuda_memoryMetadataSupported() -> bool:
 def _cuda_memorySnapshot(request: tuple[Any, ...] | None = None) -> _Facts:
     """Behind `torch.cuda.memory._snapshot` and `torch.cuda.memory_snapshot`.
 
-    request: None, or the two numbers of a memory pool's id, and perhaps whether traces are wanted. (0, 0) means all
-    pools.
+    request: None, or the two numbers of a pool's id, (0, 0) for all pools, and perhaps whether traces are wanted.
     """
     enter_thread()
     pool, with_traces = (_DEFAULT_POOL, True) if request is None else (tuple(request[:2]), request[2:] != (False,))

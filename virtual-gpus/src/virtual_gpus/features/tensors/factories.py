@@ -166,8 +166,7 @@ def _joining(make: Make) -> Make:
 class _Factory:
     """What stands for a factory. Modes and classes with `__torch_function__` may have a table of what it does.
 
-    They are asked with this object. It equals PyTorch's own function, as a table may have been made while the GPUs were
-    off.
+    They are asked with this object. It equals PyTorch's own function, since a table may be older than the GPUs.
     """
 
     def __init__(self, make: Make, factory: Make):
