@@ -1,7 +1,7 @@
-"""Indexing, scatters and embeddings, which look rows up: memory, time, and what is refused or waited for. In gradients
-indices are sorted, rows added up in two passes, all with temporaries. Embedding (Embedding.cu and
-EmbeddingBackwardKernel.cu in aten/src/ATen/native/cuda): up to 3,072 indices take one kernel without temporaries. The
-sizes give the H200's figures to the byte."""
+"""Indexing, gathers and scatters: memory, time, and what is refused or waited for.
+
+What is added up by indices that may repeat is sorted by them first, with temporaries.
+"""
 
 from __future__ import annotations
 
@@ -15,53 +15,15 @@ from virtual_gpus import figures
 from virtual_gpus.clock.cost import CHARGED_ELSEWHERE, READS_AND_WRITES, Bytes, OperatorClass, Parts, bytes_of, moves
 from virtual_gpus.clock.work import Cost, Operation
 from virtual_gpus.dispatch.operators import OpCall, Row
-from virtual_gpus.dispatch.recipes import channels_first_copy, not_deterministic, packed, packed_copies
+from virtual_gpus.dispatch.recipes import channels_first_copy, not_deterministic
 from virtual_gpus.dispatch.timing import charge_read, send
-from virtual_gpus.features.reductions import SORT
+from virtual_gpus.features.sorting import SORT, radix_sort
 from virtual_gpus.patches.table import Patch
-from virtual_gpus.placement.storages import StorageAllocation, gpu_of, is_pinned, nbytes, put
+from virtual_gpus.placement.storages import gpu_of, is_pinned, nbytes
 from virtual_gpus.threads import seen, this_thread
 
 _FITTED = figures.beside(__file__)
-_INDICES_WALKED = 3072  # by one block of threads; more are sorted
-_ROWS_PER_THREAD = 10
-_MAX = 2  # as C++ counts EmbeddingBag's modes
 _SORTED = 2 * (8 + 8)  # bytes that a sort reads and writes: an int64 and where it was
-
-
-def embedding_backward(call: OpCall) -> torch.Tensor:
-    """The dense gradient of an embedding's weight, or of a table of bags, for whose sums all indices are sorted."""
-    (gradient, indices), bags = call.tensors[:2], "mode" in call.op.positions
-    count, size = indices.numel(), indices.element_size()
-    by_frequency, copies = call["scale_grad_by_freq"], packed_copies(call, (call.op.names[0], "indices"))
-    if "sparse" in call.op.positions and call["sparse"]:
-        return call.run()
-    if call["mode"] == _MAX if bags else count <= _INDICES_WALKED and not by_frequency:
-        with call.scratch(*copies):
-            return call.run()
-    # Copies of inputs; the indices sorted, where each was, how often.
-    with call.scratch(*copies, *[nbytes(indices)] * (3 if by_frequency else 2)):
-        _sort(call, count, size)
-        partial = count // _ROWS_PER_THREAD + (segments := min(count, call["num_weights"]))
-        row = gradient.shape[-1] * max(4, gradient.element_size())
-        return call.run(count * size, 8, segments * size, segments * size, 8, partial * size, partial * row)
-
-
-def embedding_bag(call: OpCall) -> tuple[torch.Tensor, ...]:
-    """A size of each bag, a bag of each index, the results, and where the largest were (cuda/EmbeddingBag.cu)."""
-    result = output, bags, sizes, largest = call.compute()
-    size = max(call["indices"].itemsize, call["offsets"].itemsize)
-    put(sizes, StorageAllocation(call.gpu, call["offsets"].numel() * size))
-    put(bags, StorageAllocation(call.gpu, call["indices"].numel() * size))
-    call.place(output)
-    put(largest, StorageAllocation(call.gpu, output.numel() * size * (call["mode"] == _MAX)))
-    return result
-
-
-def _sort(call: OpCall, count: int, size: int) -> None:
-    """cub's radix sort of keys and values: the positions to sort along, and second copies of both."""
-    with call.scratch(count * size, 2 * count * size):
-        pass
 
 
 def _copies(call: OpCall) -> list[int]:
@@ -90,7 +52,7 @@ def index_put(call: OpCall) -> torch.Tensor:
     copies = [channels_first_copy(values) if values.numel() >= whole else whole * values.itemsize]
     in_place = this_thread.in_backward and call.op.base == "index_put"
     with call.scratch(*_copies(call), 8 * count, *filter(None, copies), 8 * count, 8 * count):
-        _sort(call, count, 8)
+        radix_sort(call, count, 8)
         return call.run_in_place(target) if in_place else call.run()
 
 
@@ -180,14 +142,6 @@ def _multiplies(call: OpCall) -> bool:
     return call.func._schema.overload_name == "reduce" and call["reduce"] == "multiply"
 
 
-def _embedding_backward_cost(operation: Operation) -> Cost:
-    numbers, fitted = prod(operation.inputs[1].shape), _FITTED["embedding_backward"]
-    written = operation.outputs[0].nbytes + operation.inputs[0].nbytes
-    floor = fitted["floor"] + fitted["per_number"] * min(numbers, _INDICES_WALKED)
-    kernels = fitted["kernels" if numbers <= _INDICES_WALKED else "kernels_of_many"]
-    return Cost(operation.kernel * floor + operation.reading(written), kernels)
-
-
 def _writes(nbytes: Bytes, *arguments: str) -> OperatorClass:
     """Operators that move `nbytes` where indices say. If not in place, they copy the first tensor before, but for
     gradients, which CUDA adds up in place (TensorAdvancedIndexing.cpp and cuda/Indexing.cu in aten/src/ATen/native)."""
@@ -227,34 +181,31 @@ def _scattered_bytes(operation: Operation) -> int:
     return prod(index.shape) * (index.itemsize + target.itemsize * passes)
 
 
-def _named_bytes(operation: Operation) -> int:
+def named_bytes(operation: Operation) -> int:
     """Of the slices that an index names."""
     first, index, dim = *operation.inputs[:2], operation.arguments.get("dim", 0)
     return first.nbytes // max(1, (first.shape or (1,))[dim]) * prod(index.shape)
 
 
-_ROWS = _FITTED["rows_taken"]
+ROWS_TAKEN = _FITTED["rows_taken"]
 # Only the rows that are asked for, and the indices.
-_TAKES = moves(lambda operation: 2 * bytes_of(operation.outputs) + bytes_of(operation.inputs[1:]), **_ROWS)
-_BAGS = moves(lambda operation: _named_bytes(operation) + operation.nbytes - operation.inputs[0].nbytes, **_ROWS)
+TAKES = moves(lambda operation: 2 * bytes_of(operation.outputs) + bytes_of(operation.inputs[1:]), **ROWS_TAKEN)
 _ADDS = _writes(lambda operation: 2 * operation.inputs[-1].nbytes + bytes_of(operation.inputs[1:]))
 _COPIES = _writes(lambda operation: operation.inputs[-1].nbytes + bytes_of(operation.inputs[1:]))
-_WRITES_NAMED, _FILLS = _writes(_put_bytes, "indices", "accumulate"), _writes(_named_bytes, "dim")
+_WRITES_NAMED, _FILLS = _writes(_put_bytes, "indices", "accumulate"), _writes(named_bytes, "dim")
 _SORTS = moves(lambda operation: _SORTED * _number_of(operation.inputs[1:-1]), **SORT)
 _PUTS = _WRITES_NAMED._replace(formula=_put_cost)
 _SCATTERS = _writes(_scattered_bytes, "reduce", "accumulate")
 _INTO_ZEROS = moves(lambda operation: operation.nbytes + bytes_of(operation.inputs), **_FITTED["into_zeros"])
-_BACK = OperatorClass(_embedding_backward_cost, is_fusible=False)
 # A scan of int64 numbers for each place, written and read, comes first.
 _CHOOSES = moves(lambda operation: operation.nbytes + 16 * prod(operation.outputs[0].shape), **_FITTED["chosen"])
 _REPEATS = moves(lambda operation: operation.nbytes + 16 * prod(operation.inputs[0].shape), **_FITTED["repeats"])
-_OF_BAGS = not_deterministic("embedding_bag_backward_cuda_max", lambda call: call["mode"] == _MAX)
 _OF_PRODUCTS = not_deterministic("scatter_reduce_cuda_kernel", _multiplies)
 _OF_REDUCED = not_deterministic("scatter_reduce_cuda_prod_", lambda call: call["reduce"] == "prod")
 _row = functools.partial(Row, READS_AND_WRITES)
 _indexed = functools.partial(Row, on_host={"indices"}, mixture=indices_elsewhere, size_is_known=_are_integers)
 OPERATORS = {
-    **dict.fromkeys(("index", "_unsafe_index"), _indexed(_TAKES, index, waits=True)),
+    **dict.fromkeys(("index", "_unsafe_index"), _indexed(TAKES, index, waits=True)),
     **dict.fromkeys(("index_put", "index_put_", "_index_put_impl_", "_unsafe_index_put"), _indexed(_PUTS, index_put)),
     "masked_select": Row(CHARGED_ELSEWHERE, masked_select, waits=True),
     **dict.fromkeys(("masked_scatter", "masked_scatter_"), Row(_CHOOSES, masked_scatter)),
@@ -262,17 +213,11 @@ OPERATORS = {
     "index_fill_": Row(_FILLS, on_host={"index"}),  # x[i] = 5, where C++ sees CPU tensors; on CUDA it is index_put_
     "repeat_interleave": Row(_REPEATS, repeat_interleave, size_is_known=lambda call: call["output_size"] is not None),
     "tensor_split": _row(on_host={"tensor_indices_or_sections"}),
-    "embedding": Row(_TAKES, packed("indices")),
-    "embedding_dense_backward": Row(_BACK, embedding_backward),
-    **dict.fromkeys(("index_select", "gather", "take"), Row(_TAKES)),
-    **dict.fromkeys(("_embedding_bag", "_embedding_bag_forward_only"), Row(_BAGS, embedding_bag)),
+    **dict.fromkeys(("index_select", "gather", "take"), Row(TAKES)),
     "index_copy": Row(_COPIES),
     **dict.fromkeys(("index_add", "scatter_add"), Row(_ADDS)),
     **dict.fromkeys(("select_backward", "slice_backward", "unfold_backward"), Row(_INTO_ZEROS)),
     "masked_fill": _row(mixture=mask_elsewhere),
-    **dict.fromkeys(
-        ("_embedding_bag_backward", "_embedding_bag_dense_backward"), Row(_BACK, embedding_backward, _OF_BAGS)
-    ),
     "index_reduce": Row(_ADDS, check=not_deterministic("index_reduce_cuda")),
     # The CPU's kernel refuses the other calls of `put_` itself.
     "put": Row(_SCATTERS, check=not_deterministic("put_", lambda call: call["accumulate"])),

@@ -1,0 +1,63 @@
+"""Softmax on CUDA: memory, time, and halves (aten/src/ATen/native/cuda/SoftMax.cu)."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+from virtual_gpus import figures
+from virtual_gpus.clock.cost import moves
+from virtual_gpus.dispatch.operators import OpCall, Row
+from virtual_gpus.dispatch.recipes import channels_first_copy, packed, packed_copies
+from virtual_gpus.patches.table import Patch
+from virtual_gpus.placement.storages import gpu_of, nbytes
+
+_FITTED = figures.beside(__file__)
+
+
+def softmax_backward(call: OpCall) -> torch.Tensor:
+    """The gradient times the result, then its sums (`softmax_backward_cuda_out`, also of copies)."""
+    gradient, output = call["grad_output"], call["output"]
+    copied = 0 in gradient.stride() or gradient.is_contiguous()
+    return call.run(*[nbytes(output)] * (1 if copied else 2), *packed_copies(call, ("output",), channels_first_copy))
+
+
+def _of_halves(func: torch._ops.OpOverload) -> Callable[..., torch.Tensor]:
+    """What computes floats of halves, and gradients of halves from those of floats, which the CPU's kernels refuse."""
+
+    def run(tensor: torch.Tensor, *others: Any, **out: torch.Tensor) -> torch.Tensor:
+        if others[-1] is True:  # `half_to_float`
+            return func._op(tensor.float(), *others[:-1], False)
+        narrows = others[-1] is torch.float16 and tensor.dtype is torch.float32  # `input_dtype`
+        return func._op(tensor, *others[:-1], tensor.dtype).half() if narrows else func._op(tensor, *others, **out)
+
+    return run
+
+
+def one_kernel(owner: Any, name: str) -> Callable[..., torch.Tensor]:
+    """`softmax` or `log_softmax` of `owner`: CUDA takes halves to floats without a copy (SoftMax.cpp)."""
+    raw, fused = getattr(owner, name), getattr(torch, f"_{name}")
+
+    def answer(input: torch.Tensor, dim: Any, dtype: torch.dtype | None = None, **out: torch.Tensor) -> torch.Tensor:
+        if dtype is not torch.float32 or input.dtype is not torch.float16 or out or gpu_of(input) is None:
+            return raw(input, dim, dtype=dtype, **out)
+        return fused(input, dim, True)
+
+    return answer
+
+
+_packed = partial(packed, copy_of=channels_first_copy)
+_FORWARD, _BACKWARD = moves(**_FITTED["softmax"]), moves(**_FITTED["softmax_backward"])
+OPERATORS = {
+    **dict.fromkeys(("_softmax", "_log_softmax"), Row(_FORWARD, _packed("self"), cpu_kernel=_of_halves)),
+    "_softmax_backward_data": Row(_BACKWARD, softmax_backward, cpu_kernel=_of_halves),
+    "_log_softmax_backward_data": Row(_BACKWARD, _packed("grad_output", "output"), cpu_kernel=_of_halves),
+}
+_PAIRS = [(owner, name) for owner in (torch, torch.Tensor, torch.special) for name in ("softmax", "log_softmax")]
+_PATCHES: list[Patch] = [(*pair, one_kernel(*pair)) for pair in _PAIRS]
+
+
+def patches() -> list[Patch]:
+    """See `features`. torch.nn.functional calls the tensor's."""
+    return _PATCHES
