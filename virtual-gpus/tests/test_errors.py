@@ -215,6 +215,7 @@ def test_what_cuda_refuses_and_the_cpu_computes_and_the_other_way_round():
         "\"baddbmm_cuda\" not implemented for 'Int'": lambda: x[None].int() @ x[None].int(),
         "getCudnnDataTypeFromScalarType() not supported for Long": lambda: F.conv1d(x[None], x[None]),
         "GET was unable to find an engine": lambda: F.conv1d(x[None].int(), x[None].int()),
+        "\"avg_pool3d_out_frame\" not implemented for 'Half'": lambda: F.avg_pool3d(x[None, None].half(), 1),
         **({"Could not run 'aten::histogram.bin_ct'": lambda: x.float().histogram(2)} if torch.version.cuda else {}),
     }.items():
         with pytest.raises(RuntimeError, match=f"^{re.escape(words)}"):
