@@ -1,8 +1,7 @@
 """Entrances: the functions through which PyTorch and the user's program call this package.
 
 The traceback of an error ends at the line of the caller, as for errors from C++. A traceback that is kept therefore
-holds no frame of this package and no tensor. The code behind an entrance can find the Python instruction that made the
-call, however many functions are in between.
+holds no frame of this package and no tensor. The code behind an entrance can find the Python instruction of the call.
 """
 
 import functools

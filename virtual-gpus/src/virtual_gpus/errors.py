@@ -87,8 +87,7 @@ def _yaml_entries() -> dict[str, str]:
 def checks_each_argument(name: str) -> bool:
     """True if CUDA compares the devices of this operator's arguments one by one, including 0-dim arguments.
 
-    It does in the function that is generated for CUDA (torchgen's `gen_device_check`). An operator without one, as
-    `stack`, is made of others, which check.
+    It does in the function that is generated for CUDA (torchgen's `gen_device_check`), which `stack` lacks.
     """
     entry = _yaml_entries().get(name, "")
     delegate = re.search(r"structured_delegate: ([\w.]+)", entry)

@@ -1,7 +1,6 @@
 """A virtual GPU and the machine that contains it: data sheets, allocators and the current device.
 
-Machines form a stack, and only the newest one is *active*. Each GPU has a model of the caching allocator. The machine
-has a clock and the topology of its links.
+Machines form a stack, and only the newest one is *active*. A GPU has an allocator, and a machine a clock and its links.
 """
 
 import functools

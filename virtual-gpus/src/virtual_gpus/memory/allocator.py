@@ -9,8 +9,7 @@ Memory is taken from the GPU in segments and handed out in blocks. Sizes round u
 comes from segments of 2 MiB (the small pool), less than 10 MiB from segments of 20 MiB, more from a segment
 of its own, rounded up to 2 MiB (the large pool). The smallest free block that fits is taken, then the
 lowest address. What remains of it is split off when it is 512 bytes or more (small pool) or more than 1 MiB
-(large pool). Freed neighbours merge. When memory runs out, segments without any used block go back to the
-GPU, and the allocation is tried once more.
+(large pool). Freed neighbours merge. When memory runs out, unused segments go back to the GPU before a last try.
 
 Blocks belong to the stream that they were allocated on. What options change: `options`. Sizes are bytes. No torch.
 """
@@ -89,8 +88,7 @@ class CachingAllocator:
 
         `owner`: an object that the block belongs to, or None. When it dies, its block is freed before anything looks
         again. No line of Python runs at that moment, so Ctrl-C cannot hit it and be lost, and no block is either.
-        Raises OutOfMemory; ValueError for a negative size; RuntimeError when a finalizer or an observer
-        allocates in the middle of another malloc.
+        Raises OutOfMemory; ValueError for a negative size; RuntimeError inside another malloc (by a finalizer).
         """
         if nbytes <= 0:
             return _empty_block(nbytes)

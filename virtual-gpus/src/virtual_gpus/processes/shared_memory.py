@@ -82,8 +82,7 @@ class SharedMemoryRegistry:
             own = max(used - self._inherited[slot], 0)
             held = () if self._closed else _held(self.folder, self._prefix, self._count)
             others = {process: bytes_of[slot] for process, bytes_of in held if bytes_of[slot]}
-            # A thread may still use GPUs that another one has switched off. One that touched no GPU is no process of
-            # the driver's.
+            # Another thread may have switched the GPUs off. Who touched no GPU is no process of the driver's.
             if not self._closed and (used or more or self._file is not None):
                 fits = most is None or own + more + sum(others.values()) <= most
                 self._used[slot] = own + (more if fits else 0)

@@ -72,8 +72,7 @@ class Communication(NamedTuple):
 def communication(spans: Iterable[Span], gpu: int) -> dict[str, Communication]:
     """The collectives of a GPU by the name of their row ("all-gather", "reduce-scatter, data"), and "all" of them.
 
-    Messages count as collectives. Rows that run at the same time are exposed at the same time, so their `exposed` may
-    add up to more than that of "all".
+    Messages count as collectives. Rows that overlap are exposed together: their `exposed` may exceed that of "all".
     """
     rows: dict[str, list[Span]] = {ALL: []}
     kernels: list[tuple[float, float]] = []

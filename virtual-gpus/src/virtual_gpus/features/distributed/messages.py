@@ -1,8 +1,7 @@
 """Messages from rank to rank on the clock: the sender tells the receiver at which modelled time it sent the tensor.
 
 A message begins after the collectives of its group too, and collectives after the messages. What a rank sends and what
-it receives do not wait for each other, because links carry both directions at once. Messages in one direction share the
-link, so they go one after the other.
+it receives do not wait for each other, because links carry both directions at once. Those in one direction share one.
 """
 
 import contextlib

@@ -98,8 +98,7 @@ def _hidden(c10d: Any, group: Any, store: Any) -> Any:
 def _destroy(function: Callable[..., Any], group: Any = None) -> None:
     """Ends the hidden groups as well, once gloo's threads rest.
 
-    If DDP's reducer holds the last reference to the group and goes while a thread needs Python's lock, it waits for the
-    thread with the lock in its hand, for ever.
+    If DDP's reducer, which has Python's lock, drops the last reference to the group while a thread needs it, it hangs.
     """
     all_of_them = group in (None, torch.distributed.group.WORLD)
     if not runs_alone(active()):

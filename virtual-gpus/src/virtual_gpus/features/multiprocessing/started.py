@@ -2,8 +2,7 @@
 
 Dispatch modes are per thread, so every thread that starts enters one; so does a thread that was there before, for
 each call that an executor or an event loop gives it. A forked process inherits all of it. A spawned one starts bare:
-the patch sends the machine's settings along and the child switches its own GPUs on, before it imports the main
-program and before it unpickles any argument.
+the patch sends the machine's settings along, and the child switches its GPUs on before it imports or unpickles more.
 """
 
 import concurrent.futures.thread

@@ -1,8 +1,7 @@
 """Memory snapshots: what torch.cuda.memory asks of C++ to record a history, to take a snapshot and to report an OOM.
 
 PyTorch's own Python code does the rest (`_record_memory_history`, `_snapshot`, `_dump_snapshot`, `memory_snapshot`),
-and its viewer reads the result: the dictionaries have the keys of torch/csrc/cuda/Module.cpp, in its order. How to use
-it: `virtual_gpus.features.snapshots.history`.
+and its viewer reads the result: dictionaries with the keys of torch/csrc/cuda/Module.cpp, in its order. See `history`.
 """
 
 import functools
