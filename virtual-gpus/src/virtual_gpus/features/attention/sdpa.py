@@ -5,8 +5,6 @@ The first one in the order of priority that takes the call is taken. torch.nn.at
 torch.backends.cuda.enable_*_sdp switch kernels off or set the order.
 """
 
-from __future__ import annotations
-
 import math
 import os
 from typing import Any
@@ -99,7 +97,7 @@ def _attention(
     return kernel.attend(call)
 
 
-def choose(call: AttentionCall) -> type[Fused | Formula]:
+def choose(call: AttentionCall) -> "type[Fused | Formula]":
     """What computes it. Raises PyTorch's RuntimeError when none that is switched on takes the call."""
     for backend in order(call.spec, call.version):
         kernel = _BY_BACKEND.get(backend)

@@ -1,8 +1,4 @@
-"""What DistributedDataParallel does in C++: its reducer, with the buckets on GPUs, and the comparison of parameters.
-
-NCCL has buffers of its own, which it takes from CUDA directly (some hundred MiB per communicator, seen by nvidia-smi
-only) and which are not modelled. Gloo's buffers are the computer's memory. See `process_groups` and `nccl`.
-"""
+"""What DistributedDataParallel does in C++: its reducer, with buckets on GPUs, and the comparison of parameters."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext

@@ -7,10 +7,6 @@
 `Recorder` listens to one GPU's allocator and keeps what c10/cuda/CUDACachingAllocator.cpp keeps, in its words. `calls`
 turns it into a snapshot. Sizes are bytes, as requested; times are nanoseconds of time.perf_counter_ns. Nothing is
 attached to an allocator unless a history is recorded.
-
-What differs from a real GPU: stacks have no C++ frames, and in a backward pass they show the line that called
-`backward()`, since the engine runs in the calling thread here. (A real GPU's engine has a thread of its own.) Blocks of
-`record_function` leave no mark ("external_annotations").
 """
 
 import sys

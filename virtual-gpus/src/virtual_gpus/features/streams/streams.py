@@ -1,18 +1,15 @@
 """Streams and events on the modelled clock: queues of work on a GPU, and marks in them.
 
-The numbers themselves never depend on streams, since every operator has run by the time its call returns. When it
-would have run on a GPU, and who would have waited for whom, is the clock's. A program that forgets to make one stream
-wait for another gets right numbers here and may get wrong ones on a real GPU.
+Numbers never depend on streams, since every operator has run by the time its call returns. When it would have run on a
+GPU, and who would have waited for whom, is the clock's.
 """
-
-from __future__ import annotations
 
 import bisect
 import threading
 from collections import defaultdict
 from collections.abc import Callable
 from itertools import count
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -80,11 +77,11 @@ class Stream:
         """The host waits for the work given so far."""
         self._gpu.machine.clock.notice(self._mark())
 
-    def wait_stream(self, stream: Stream) -> None:
+    def wait_stream(self, stream: "Stream") -> None:
         """Work given later waits for what `stream` has been given so far."""
         self._hold(stream._mark())
 
-    def wait_event(self, event: Event) -> None:
+    def wait_event(self, event: "Event") -> None:
         """Work given later waits for `event`, if it was recorded."""
         if event._stream is not None:
             self._hold(event._time)
@@ -93,7 +90,7 @@ class Stream:
         gpu = self._gpu
         gpu.machine.clock.hold(gpu.slot, self.stream_id, until)
 
-    def record_event(self, event: Event | None = None) -> Event:
+    def record_event(self, event: "Event | None" = None) -> "Event":
         """Put an event behind the work given so far."""
         event = Event() if event is None else event
         event.record(self)
@@ -101,7 +98,7 @@ class Stream:
 
     is_capturing = staticmethod(is_current_stream_capturing)
 
-    def __enter__(self) -> Stream:
+    def __enter__(self) -> Self:
         self._outer.append((current_stream(self.device_index), self._gpu.machine.current))
         set_stream(self)
         return self
@@ -133,7 +130,7 @@ class _Streams(threading.local):
 
     stream: Stream | None = None
 
-    def __init__(self, made: defaultdict[int, count[int]]) -> None:
+    def __init__(self, made: "defaultdict[int, count[int]]") -> None:
         self.made, self.changes = made, list[tuple[int, Stream | None]]()
 
 
@@ -184,7 +181,7 @@ class Event:
         if self._stream is not None:
             self._stream._gpu.machine.clock.notice(self._time)
 
-    def elapsed_time(self, end_event: Event) -> float:
+    def elapsed_time(self, end_event: "Event") -> float:
         """Modelled milliseconds between two marks. Errors as PyTorch's (c10/cuda/CUDAEvent.h)."""
         if not (self.enable_timing and end_event.enable_timing):
             raise ValueError("Both events must be created with argument 'enable_timing=True'.")
