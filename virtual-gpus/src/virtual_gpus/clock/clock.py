@@ -15,8 +15,6 @@ the clock costs a few microseconds per operator. What is kept: for each GPU when
 (what nvidia-smi shows), and everything while a `Timeline` records.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Collection, Iterable
 from typing import Any, Literal, NamedTuple
@@ -256,7 +254,7 @@ class Clock:
         self.wait(until, gpu)
         self.spend(self.host.wait, gpu)
 
-    def anew(self) -> Clock:
+    def anew(self) -> "Clock":
         """Another clock for the same GPUs, which starts at 0."""
         return Clock(len(self.tracks), self.host)
 

@@ -4,8 +4,6 @@ For C++, such a copy goes from the CPU to the CPU. It would hand a gradient on u
 the copy is an autograd function of its own, whose backward copies back to where the tensor came from.
 """
 
-from __future__ import annotations
-
 from itertools import pairwise
 from typing import Any, NamedTuple
 

@@ -1,7 +1,5 @@
 """Operators that make a tensor where they are told to: they have a device argument."""
 
-from __future__ import annotations
-
 from math import prod
 from typing import Any
 

@@ -3,8 +3,6 @@
 Only their numbers are concerned. A GPU adds up half precision in float32 too, so memory and time are as without this.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from operator import methodcaller

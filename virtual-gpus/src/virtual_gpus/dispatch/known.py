@@ -6,8 +6,6 @@ the first call of a kind asks PyTorch, and from then on an equal answer is made 
 ordinary (another layout, a CPU tensor among the inputs, results that share memory, a mode below) is asked every time.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, NamedTuple
 

@@ -1,7 +1,5 @@
 """Lists of tensors whose elements are on GPUs of their own: what `features.foreach` and collectives are given."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A call of an operator as text, its key among measured operators (`clock.measured`), and arguments made from text."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import torch

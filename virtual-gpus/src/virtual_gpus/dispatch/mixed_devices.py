@@ -1,7 +1,5 @@
 """Tensors on different devices in one operator: what CUDA allows, what it refuses and in which words."""
 
-from __future__ import annotations
-
 from virtual_gpus import errors
 from virtual_gpus.dispatch.operators import OpCall
 from virtual_gpus.placement.creation_sites import may_be_adopted

@@ -1,7 +1,5 @@
 """The dispatch mode: it sees every ATen operator, forward and backward, and hands each to its route (`routes`)."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

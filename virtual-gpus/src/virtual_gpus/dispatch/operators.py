@@ -5,8 +5,6 @@ need no row: their inputs must share a GPU and their outputs stay there. `OpCall
 which GPU, and its kernel.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -50,13 +48,13 @@ class Row:
 
     time: OperatorClass
     recipe: Route | None = None
-    check: Callable[[OpCall], None] | None = None
+    check: Callable[["OpCall"], None] | None = None
     cpu_kernel: Callable[[torch._ops.OpOverload], Callable[..., Any] | None] | None = None
     on_host: Collection[str] = ()
-    mixture: Callable[[OpCall, str, torch.device, torch.device], Exception | None] | None = None
+    mixture: Callable[["OpCall", str, torch.device, torch.device], Exception | None] | None = None
     crosses: bool = False
     by_element: bool = False
-    size_is_known: Callable[[OpCall], bool] = lambda call: False
+    size_is_known: Callable[["OpCall"], bool] = lambda call: False
     waits: bool = False
     of_cpu: bool = False
 
@@ -178,7 +176,7 @@ def _python_functions(func: _Func) -> dict[Any, Callable[..., Any]] | None:
     return {key: of[device] for device, key in _KEYS.items() if device in of} if None in of else None
 
 
-def _refuse(call: OpCall) -> None:
+def _refuse(call: "OpCall") -> None:
     """Raise PyTorch's own error for an operator that it has no kernel of for CUDA."""
     call.func.redispatch(torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA), *call.args, **call.kwargs)
 

@@ -1,25 +1,12 @@
 """Recipes: the memory that CUDA's kernels use and the CPU's do not. What those of several features are made of.
 
-A *recipe* runs one ATen operator and counts the memory that CUDA would use for it:
-
-    def safe_softmax(call):                   # an `OpCall`, see `dispatch.operators`
-        with call.scratch(1024):              # temporaries, in CUDA's order
-            return call.run()                 # the kernel itself, and blocks for its results
-
-A recipe returns results that have blocks. Each feature has a family of operators. Its `OPERATORS` has a row for each,
-with its recipe and all else that is known of it. An operator without a recipe takes only the memory of its results.
-
-The rules come from PyTorch's source code, and are exact to the byte there, or were fitted to measurements on an H200,
-where NVIDIA does not publish them: cuDNN's workspaces (`conv.workspaces`, `rnn.sizes`). docs/accuracy.md compares both
-with a real GPU, and says how to repeat that. What does not follow from another GPU's data sheet is taken from the H200.
+What a recipe is, and where its rules come from, is in ARCHITECTURE.md; docs/accuracy.md compares with a real GPU.
 
 Many of CUDA's kernels want *packed inputs*: others are copied first, and the copy lives as long as the kernel. The
 CPU's kernels copy as well, but not always the same inputs, and on no GPU. Most often it is a gradient that was expanded
 from one number, as after `loss.sum()`. Sources: `contiguous` and `expect_contiguous` in aten/src/ATen/native/cuda
 (SoftMax.cu, layer_norm_kernel.cu, group_norm_kernel.cu, DilatedMaxPool2d.cu, ...) and cudnn/BatchNorm.cpp.
 """
-
-from __future__ import annotations
 
 from collections.abc import Callable
 

@@ -4,8 +4,6 @@ A route is given an `OpCall`. It refuses mixed devices in PyTorch's own words, r
 recipe, gives the new storages blocks on the GPU, and puts the operator on the clock.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -4,8 +4,6 @@ The routes call `charge_op` after every operator on a GPU. Code that computes be
 `launch` with what CUDA would have run.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -26,8 +24,8 @@ from virtual_gpus.threads import this_thread
 
 Tensors, TensorList, Operands = Iterable[torch.Tensor], Sequence[torch.Tensor], tuple[Operand, ...]
 MaybeCall, Place = OpCall | KernelCall | None, VirtualGPU | None  # no place: the computer
-_PRECISION: dict[_Dtype, Precision] = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float64: "fp64"}
-_kept: dict[Any, LaunchTimes] = {}
+_PRECISION: dict[torch.dtype, Precision] = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float64: "fp64"}
+_kept: dict[Any, "LaunchTimes"] = {}
 _allows_tf32, _cudnn_enabled = torch._C._get_fp32_precision_getter, torch._C._get_cudnn_enabled
 _grad_enabled, _Tensor, _Dtype = torch.is_grad_enabled, torch.Tensor, torch.dtype
 # Not comprehensions: a call into Python per operator costs, and a generator that is cut short swallows a Ctrl-C.

@@ -4,7 +4,7 @@ A floating-point value read from such a tensor is nan, which says "not known" an
 number or a truth value has no such word, so reading one raises.
 """
 
-from __future__ import annotations
+from typing import Self
 
 import torch
 
@@ -45,11 +45,11 @@ class NotKept(float):
 
     WORDS = "(values are not kept)"
 
-    def __new__(cls) -> NotKept:
+    def __new__(cls) -> Self:
         return super().__new__(cls, "nan")
 
-    def __reduce__(self) -> tuple[type[NotKept], tuple[()]]:
-        return NotKept, ()
+    def __reduce__(self) -> tuple[type[Self], tuple[()]]:
+        return type(self), ()
 
     def __repr__(self) -> str:
         return self.WORDS
@@ -59,7 +59,7 @@ class NotKept(float):
     def __format__(self, spec: str) -> str:
         return self.WORDS
 
-    def _result(self, *_: object) -> NotKept:
+    def _result(self, *_: object) -> Self:
         return self
 
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _result

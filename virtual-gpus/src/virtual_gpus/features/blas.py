@@ -8,8 +8,6 @@ workspaces are and how long they stay. cuSOLVER has no workspace of PyTorch's th
 way is not modelled.
 """
 
-from __future__ import annotations
-
 import functools
 import os
 import threading

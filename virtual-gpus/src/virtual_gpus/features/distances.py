@@ -1,7 +1,5 @@
 """Distances between vectors, `torch.cdist` and `pdist` (aten/src/ATen/native/Distance.cpp, cuda/DistanceKernel.cu)."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from math import prod
 

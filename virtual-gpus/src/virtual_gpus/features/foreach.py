@@ -3,8 +3,6 @@
 Element i of a list stays on its own GPU. PyTorch groups by what C++ calls a device, so they may come in one call.
 """
 
-from __future__ import annotations
-
 import sys
 from math import ceil, inf, prod
 from typing import Any

@@ -1,8 +1,6 @@
 """Pooling, padding, interpolation and sampling of images on CUDA: memory, time and what is refused. Source:
 aten/src/ATen/native/cuda, DilatedMaxPool2d.cu and its like."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import torch

@@ -3,8 +3,6 @@
 What is added up by indices that may repeat is sorted by them first, with temporaries.
 """
 
-from __future__ import annotations
-
 import functools
 from itertools import zip_longest
 from math import prod

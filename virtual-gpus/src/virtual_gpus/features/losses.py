@@ -2,8 +2,6 @@
 and `smooth_l1_loss` reduce into the storage that was made for the loss of every element: the scalar keeps all of it
 alive. Their meta kernels make a small one, so with shapes only the size must be put right."""
 
-from __future__ import annotations
-
 from math import prod
 from typing import Any
 

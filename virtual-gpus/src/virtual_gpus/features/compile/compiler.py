@@ -6,8 +6,6 @@ virtual GPUs are on it is at "force_eager". It also holds for what was compiled 
 PyTorch, modules become OptimizedModules with their `_orig_mod`, and without GPUs the same objects compile.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib
 import sys

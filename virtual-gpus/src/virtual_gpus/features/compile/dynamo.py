@@ -5,8 +5,6 @@ not to be compiled. That takes as long as half of `import torch`, in each proces
 is in `sys.modules` until more than the names below is asked for. Then the real module takes its place.
 """
 
-from __future__ import annotations
-
 import importlib
 import importlib.abc
 import importlib.machinery

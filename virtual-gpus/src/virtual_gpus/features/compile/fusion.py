@@ -16,8 +16,6 @@ function ran, or another such node, as in a checkpoint. Its number says so: a th
 The node that adds a gradient to a leaf's has none, and belongs to eager code.
 """
 
-from __future__ import annotations
-
 import threading
 import weakref
 from collections import Counter, deque

@@ -7,8 +7,6 @@ minutes, and what it makes could not run. Sources in C++ alone are compiled.
 Both modules are often imported after the GPUs went on, so a finder waits for them.
 """
 
-from __future__ import annotations
-
 import functools
 import sys
 from collections.abc import Callable, Sequence

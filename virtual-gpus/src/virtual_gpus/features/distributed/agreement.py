@@ -5,8 +5,6 @@ about to do. NCCL compares nothing: it hangs, or it mixes up the bytes. Gloo end
 connection was closed. If a rank does not come at all, `whereabouts` says who waits where.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable
 from typing import Any

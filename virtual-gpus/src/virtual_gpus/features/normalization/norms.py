@@ -3,8 +3,6 @@ parameters in two steps when there are very many rows (layer_norm_kernel.cu in a
 keeps a scale and a shift per channel (group_norm_kernel.cu). Batch norm over channels that lie together, (N, C) or
 channels_last, adds up partial sums in GPU memory (Normalization.cuh)."""
 
-from __future__ import annotations
-
 from functools import lru_cache, partial
 from math import prod
 from typing import Any

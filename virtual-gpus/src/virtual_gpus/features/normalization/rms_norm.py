@@ -3,8 +3,6 @@
 Source: aten/src/ATen/native/layer_norm.cpp, and layer_norm_kernel.cu in aten/src/ATen/native/cuda.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

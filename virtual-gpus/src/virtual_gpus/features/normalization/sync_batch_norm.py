@@ -4,8 +4,6 @@ normalizes with those of all. Here the operators are computed with the CPU's, in
 (aten/src/ATen/native/cuda/Normalization.cu). `mean` and `invstd` (1 / standard deviation) have one entry per channel,
 the second dimension of the input. The partial sums of CUDA's kernels are not counted."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
