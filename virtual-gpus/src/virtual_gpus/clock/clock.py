@@ -34,8 +34,7 @@ HELD_BY_COLLECTIVES = figures.read("links.toml")["collectives"]["held"]  # part 
 
 
 class HostCosts(NamedTuple):
-    """What one host thread needs to issue work, in Python and C++ together, in seconds: [host] in `figures/host.toml`,
-    which says what each is. pageable: bytes per second."""
+    """Seconds that one host thread needs to issue work: [host] in `figures/host.toml`. pageable: bytes per second."""
 
     view: float
     operator: float
@@ -210,8 +209,7 @@ class Track:
 
 
 class Clock:
-    """`count` GPUs and their host. now: the host's time. share: how many threads share its interpreter, as
-    nn.DataParallel's replicas do."""
+    """`count` GPUs and their host. now: the host's time. share: threads that share its interpreter, DataParallel's."""
 
     def __init__(self, count: int, host: HostCosts = HOST):
         self.host = host

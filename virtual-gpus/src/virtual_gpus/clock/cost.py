@@ -4,8 +4,7 @@ An operator takes the longer of what its arithmetic and its bytes need, and no l
 matters is what CUDA runs, not what the CPU runs: fused kernels, several kernels per operator, reductions that too few
 threads can share. Operators are in classes, each with a formula, which their rows name (`operators.Row`). Constants
 were fitted to a real H200, and stand beside the formulas (`figures.beside`). An operator that is in no class takes as
-long as its bytes: it reads its inputs and writes its results once. That is wrong for one that computes, so these need a
-row.
+long as its bytes: it reads its inputs and writes its results once. That is wrong for one that computes: it needs a row.
 """
 
 from collections.abc import Callable, Iterable

@@ -1,8 +1,7 @@
 """What the dispatch mode knows about each ATen operator, and one operator on its way through the mode.
 
 `Operator` is read once from an operator's schema, and from its `Row`, in which a feature says what it knows of it. Most
-need no row: their inputs must share a GPU and their outputs stay there. `OpCall` is what was called, with what, on
-which GPU, and its kernel.
+need no row: their inputs must share a GPU and their outputs stay there. `OpCall` is one call: with what, on which GPU.
 """
 
 from collections.abc import Callable, Collection, Iterator
