@@ -16,7 +16,9 @@ from typing import Literal, NamedTuple
 
 from virtual_gpus import figures
 
+Precision = Literal["fp64", "fp32", "tf32", "fp16", "bf16"]
 _BY_LOWER = {unit.lower(): size for unit, size in figures.SIZES.items()}
+_KINDS = {kind.lower(): kind for kind in sorted(path.stem for path in (figures.FOLDER / "kinds").glob("*.toml"))}
 
 
 def parse_bytes(size: int | str) -> int:
@@ -70,9 +72,6 @@ class LinkSpec:
 
 LINKS = {name: LinkSpec(**link) for name, link in figures.read("links.toml")["links"].items()}
 _LEGEND: dict[str, str] = figures.read("links.toml")["legend"]
-
-
-Precision = Literal["fp64", "fp32", "tf32", "fp16", "bf16"]
 
 
 class Flops(NamedTuple):
@@ -148,9 +147,6 @@ class GPUSpec:
     def seconds_to_move(self, nbytes: float, share: float = 1.0) -> float:
         """Seconds to read or write bytes in the GPU's memory, at a share (0 to 1) of the speed of an addition."""
         return nbytes / (self.bandwidth * self.reached.memory * share)
-
-
-_KINDS = {kind.lower(): kind for kind in sorted(path.stem for path in (figures.FOLDER / "kinds").glob("*.toml"))}
 
 
 def kinds() -> list[str]:

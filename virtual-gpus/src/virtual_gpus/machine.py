@@ -24,6 +24,7 @@ from virtual_gpus.settings import Settings
 from virtual_gpus.threads import OfEachThread
 
 Value = TypeVar("Value")
+_stack: list["VirtualMachine"] = []
 _CONTEXTS_THAT_FIT = 8  # chosen: at least, into a GPU's memory: one that a test makes small keeps room for tensors
 
 
@@ -207,9 +208,6 @@ class Kept(Generic[Value]):
     def existing(self, owner: VirtualGPU | VirtualMachine) -> Value | None:
         """The same; None if nothing has asked for it yet."""
         return owner.feature_state.get(self)
-
-
-_stack: list[VirtualMachine] = []
 
 
 def _forget_initialization() -> None:

@@ -28,6 +28,7 @@ _DEFAULTS = Options()
 _KIB = 1 << 10
 Ints = tuple[int, ...]
 Library = Literal["cublas", "cublaslt"]
+_Dim = tuple[int, int]  # length and stride, in elements
 
 
 # ---- the caching allocator
@@ -156,9 +157,6 @@ def reduction_scratch(
     return _buffers(
         tuple(shape), tuple(strides), reduced, partial_bytes, threads, sheet.multi_processor_count, sheet.threads
     )
-
-
-_Dim = tuple[int, int]  # length and stride, in elements
 
 
 @lru_cache(maxsize=4096)

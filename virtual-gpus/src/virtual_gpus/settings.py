@@ -15,6 +15,7 @@ from virtual_gpus.clock.measured import Measured, load
 from virtual_gpus.gpus import GPUSpec, kinds, parse_bytes, spec
 from virtual_gpus.versions import NEWEST, OLDEST, Version, parse_version
 
+CHECKS: list[Callable[["Settings"], None]] = []  # of features; each raises an error for a setting of its own
 INSTALLED: Version = int(torch.__version__.split(".")[0]), int(torch.__version__.split(".")[1])
 
 
@@ -149,9 +150,6 @@ class Settings:
     def arguments(self) -> dict[str, Any]:
         """The settings as keyword arguments for `virtual_gpus(**settings.arguments())`."""
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-
-
-CHECKS: list[Callable[[Settings], None]] = []  # of features; each raises an error for a setting of its own
 
 
 def described() -> str:

@@ -16,6 +16,7 @@ from virtual_gpus.settings import Settings, described
 _switching = threading.RLock()
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _Arguments = ParamSpec("_Arguments")
+active_machine = active  # for tools that draw or explain it
 
 
 def _takes(
@@ -111,9 +112,6 @@ def start(**settings: Any) -> None:
     gpus = virtual_gpus(**settings)
     gpus.start()
     cast(VirtualMachine, gpus._machine).look_again()
-
-
-active_machine = active  # for tools that draw or explain it
 
 
 def renew_inherited() -> None:

@@ -8,6 +8,7 @@ from typing import Generic, TypeVar
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack, _pop_mode, _push_mode
 
 Value = TypeVar("Value")
+OWN_THREAD = "virtual_gpus"  # how the names of this package's threads begin: they issue no operators
 
 
 class ThreadState(threading.local):
@@ -32,9 +33,6 @@ class OfEachThread(threading.local, Generic[Value]):
 
     def __init__(self, value: Value) -> None:
         self.value = value
-
-
-OWN_THREAD = "virtual_gpus"  # how the names of this package's threads begin: they issue no operators
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from typing import NamedTuple
 from virtual_gpus.clock.work import Cost, Operand, Operation
 
 Formula, Bytes, Parts = Callable[[Operation], Cost], Callable[[Operation], float], Iterable[Operand]
+all_bytes: Bytes = attrgetter("nbytes")  # of arguments and results
 
 
 class OperatorClass(NamedTuple):
@@ -39,9 +40,6 @@ class OperatorClass(NamedTuple):
 def bytes_of(operands: Parts) -> int:
     """Bytes of all of them."""
     return sum(part.nbytes for part in operands)
-
-
-all_bytes: Bytes = attrgetter("nbytes")  # of arguments and results
 
 
 def moves(

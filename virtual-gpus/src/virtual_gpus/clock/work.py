@@ -8,6 +8,9 @@ from typing import Any, NamedTuple
 from virtual_gpus import figures
 from virtual_gpus.gpus import GPUSpec, Precision
 
+BYTES: dict[Precision, int] = {"fp64": 8, "fp32": 4, "tf32": 4, "fp16": 2, "bf16": 2}  # of a number, by precision
+_ADDED = figures.read("host.toml")["added"]
+
 
 class Operand(NamedTuple):
     """A tensor among the arguments or results: its shape, the bytes of an element, and its strides (none: in order)."""
@@ -35,10 +38,6 @@ class Operand(NamedTuple):
     def leading(self) -> int:
         """Elements from one row of a matrix to the next (its columns, if those lie one after the other)."""
         return max(self.strides[-2:]) if len(self.strides) > 1 else self.shape[-1]
-
-
-BYTES: dict[Precision, int] = {"fp64": 8, "fp32": 4, "tf32": 4, "fp16": 2, "bf16": 2}  # of a number, by precision
-_ADDED = figures.read("host.toml")["added"]
 
 
 def added_on_host(row: str) -> float:

@@ -24,6 +24,7 @@ _SETTINGS = frozenset((int, float, bool, complex, str, type(None), torch.dtype, 
 _keys_of = torch._C._dispatch_keys
 _empty_strided = torch._C._VariableFunctions.empty_strided  # not `torch`'s, which is a patch while GPUs are on
 _KEYS_OF_STRIDED = []  # neither conjugated nor negated nor wrapped
+_known: dict[Any, Any] = {}  # question -> a form, None, a list or tuple of these, or _FIRST
 for _inference in (False, True):
     with torch._C._DisableTorchDispatch(), torch.inference_mode(_inference):  # no operator of the program's modes
         _KEYS_OF_STRIDED.append(_keys_of(torch.empty(0, device=_META)))
@@ -39,9 +40,6 @@ class _Form(NamedTuple):
 
 class _Unusual(Exception):
     """Something about which nothing is kept."""
-
-
-_known: dict[Any, Any] = {}  # question -> a form, None, a list or tuple of these, or _FIRST
 
 
 def ask(

@@ -63,6 +63,7 @@ class Row:
 ROWS: dict[str, Row] = {}
 ROUTES: dict[RouteKind, Route] = {}
 _NO_ROW = Row(READS_AND_WRITES)
+KNOWN: dict[int, "Operator"] = {}  # by the overload's id, since its own hash is a call into Python
 
 
 def row_of(name: str) -> Row:
@@ -187,9 +188,6 @@ def _overload_with_generator(func: _Func) -> torch._ops.OpOverload | None:
     twin = f"{func._schema.overload_name}_generator".removeprefix("_")
     packet = func.overloadpacket
     return getattr(packet, twin) if twin in packet.overloads() else None
-
-
-KNOWN: dict[int, Operator] = {}  # by the overload's id, since its own hash is a call into Python
 
 
 def operator(func: torch._ops.OpOverload) -> Operator:

@@ -52,16 +52,12 @@ _registering = threading.Lock()
 _library: list[torch.library.Library] = []
 # While `torch.autocast("cuda")` is on and the operator that is called has not been cast yet.
 _casts = OfEachThread(False)
+LISTS = {name: text.split() for name, text in figures.beside(__file__).items()}
 
 
 def below_autocast() -> AbstractContextManager[None]:
     """The CPU's operators compute in the types that they are given, also under `torch.autocast("cpu")`."""
     return torch._C._ExcludeDispatchKeyGuard(_KEYS)
-
-
-# ---- in which precision each operator runs --------------------------------------------------------------------------
-
-LISTS = {name: text.split() for name, text in figures.beside(__file__).items()}
 
 
 # ---- casts: as `cached_cast` and `prioritize` in aten/src/ATen/autocast_mode.cpp and autocast_mode.h -----------------

@@ -35,6 +35,8 @@ _PRODUCTS, _OF_VECTORS = (figures.beside(__file__)[part] for part in ("products"
 _LT_TYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 Tiles = tuple[tuple[int, int, float], ...]  # rows, columns, and the share of the peak that they reach
 stands_in_for: OfEachThread[object] = OfEachThread(None)  # the replica of DataParallel whose thread this one is
+_HOST = added_on_host("product")
+_FIRST_TWO, _LAST_TWO, _NONE = slice(0, 2), slice(1, 3), slice(0)  # where an operator's two matrices are
 
 
 class Handles:
@@ -133,10 +135,6 @@ def in_tiles(
 
 
 # ---- operators ------------------------------------------------------------------------------------------------------
-
-
-_HOST = added_on_host("product")
-_FIRST_TWO, _LAST_TWO, _NONE = slice(0, 2), slice(1, 3), slice(0)  # where an operator's two matrices are
 
 
 def copied_bytes(matrix: torch.Tensor) -> int:

@@ -22,6 +22,7 @@ from virtual_gpus.threads import seen, this_thread
 
 _FITTED = figures.beside(__file__)
 _SORTED = 2 * (8 + 8)  # bytes that a sort reads and writes: an int64 and where it was
+_raw_one_hot = torch._C._nn.one_hot
 
 
 def _copies(call: OpCall) -> list[int]:
@@ -109,9 +110,6 @@ def masked_select(call: OpCall) -> torch.Tensor:
     with seen():
         tensor, mask = (part.expand(shape) for part in call.args)
         return getattr(torch.ops.aten.index, "Tensor_out" if call.kwargs else "Tensor")(tensor, [mask], **call.kwargs)
-
-
-_raw_one_hot = torch._C._nn.one_hot
 
 
 def one_hot(tensor: torch.Tensor, num_classes: int = -1) -> torch.Tensor:

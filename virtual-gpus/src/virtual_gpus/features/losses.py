@@ -21,6 +21,7 @@ _FITTED = figures.beside(__file__)
 _NO_REDUCTION = 0  # at::Reduction::None
 _LOSS_THREADS = 32  # NLL_LOSS_THREADS in cuda/Loss.cu
 _IMAGE_THREADS, _SHARE = 1024, 128  # CUDA_NUM_THREADS, and what divides blocks_per_sample in cuda/NLLLoss2d.cu
+_raw_ctc_loss: Any = torch.ctc_loss
 
 
 def nll_loss_of_images(call: OpCall) -> torch.Tensor | tuple[torch.Tensor, ...]:
@@ -74,9 +75,6 @@ def with_logits(call: OpCall) -> torch.Tensor:
         if call["reduction"] != _NO_REDUCTION:
             take_buffers(call, call["self"], None, max(4, call["self"].itemsize))
     return result
-
-
-_raw_ctc_loss: Any = torch.ctc_loss
 
 
 def ctc_loss(log_probs: Any, targets: Any, input_lengths: Any, target_lengths: Any, *args: Any, **kwargs: Any) -> Any:

@@ -33,6 +33,11 @@ from virtual_gpus.memory.stats import METRICS, AllocatorStats, format_size
 __all__ = ["Block", "CachingAllocator", "OutOfMemory", "format_size", "oom_message"]
 
 FIRST_ADDRESS = 0x7F0000000000
+_NESTED = (
+    "A finalizer or an observer used this GPU's allocator in the middle of an allocation. It may only call `free` and "
+    "read properties there."
+)
+_NO_POOL = BlockPool(True, 0, AllocatorStats(), 0)  # of blocks of no bytes
 
 
 class Owner(weakref.ref[object]):
@@ -461,13 +466,6 @@ class CachingAllocator:
     def segment_at(self, address: int) -> Segment:
         """The segment that an address is in."""
         return next(s for s in self.device.segments.values() if s.address <= address < s.address + s.size)
-
-
-_NESTED = (
-    "A finalizer or an observer used this GPU's allocator in the middle of an allocation. It may only call `free` and "
-    "read properties there."
-)
-_NO_POOL = BlockPool(True, 0, AllocatorStats(), 0)  # of blocks of no bytes
 
 
 def _empty_block(nbytes: int) -> Block:

@@ -15,6 +15,7 @@ EVENTS = ("num_alloc_retries", "num_ooms", "num_sync_all_streams", "num_device_a
 
 # By metric: that of blocks which are used or wait for another stream, and the counter of those that wait.
 _ACTIVE = {"allocation": ("active", "waiting"), "allocated_bytes": ("active_bytes", "waiting_bytes")}
+_nows, _peaks, _ups = (attrgetter(*(name + kind for name in METRICS)) for kind in ("", "_peak", "_up"))
 
 
 class Tally:
@@ -57,9 +58,6 @@ class Stat:
     def entry(self) -> dict[str, int]:
         """As torch.cuda.memory_stats_as_nested_dict lists it."""
         return {"current": self.current, "peak": self.peak, "allocated": self.up, "freed": self.up - self.current}
-
-
-_nows, _peaks, _ups = (attrgetter(*(name + kind for name in METRICS)) for kind in ("", "_peak", "_up"))
 
 
 def _figures(tally: Tally) -> Iterable[tuple[int, int, int]]:

@@ -17,18 +17,17 @@ from virtual_gpus.placement.storages import gpu_of
 
 # C++ hands a generator on as a new Python object; the address of what it wraps says which one it was.
 _generators: weakref.WeakValueDictionary[int, "Generator"] = weakref.WeakValueDictionary()
+_STATE_BYTES = 16  # what a CUDA generator's state has: its seed and its offset (CUDAGeneratorImpl.cpp)
+_REMEMBERED = 64  # states that were read, per generator
+_MASK = (1 << 64) - 1
+_THREADS_PER_BLOCK, _PER_CALL = 256, 4
+_lending = threading.RLock()  # there is one CPU generator for all threads
 
 
 def device_of_generator(generator: torch.Generator) -> torch.device:
     """The device that a generator draws for, also when C++ has wrapped it anew."""
     original = _generators.get(generator._cdata)  # type: ignore  # not in PyTorch's stubs
     return generator.device if original is None else original.device
-
-
-_STATE_BYTES = 16  # what a CUDA generator's state has: its seed and its offset (CUDAGeneratorImpl.cpp)
-_REMEMBERED = 64  # states that were read, per generator
-_MASK = (1 << 64) - 1
-_THREADS_PER_BLOCK, _PER_CALL = 256, 4
 
 
 class _AnyGenerator(type(torch._C.Generator)):
@@ -177,9 +176,6 @@ def default_generator(gpu: VirtualGPU) -> Generator:
         gpu.generator = Generator(torch.device("cuda", gpu.index))
         gpu.generator.manual_seed(torch.initial_seed())
     return gpu.generator
-
-
-_lending = threading.RLock()  # there is one CPU generator for all threads
 
 
 @contextlib.contextmanager

@@ -27,6 +27,7 @@ from virtual_gpus.memory.allocator import OutOfMemory
 from virtual_gpus.placement.storages import CHANNELS_LAST, ScratchBlock, nbytes, scratch
 
 MaybeTensor = Tensor | None
+_sizes = Kept(lambda gpu: dict[tuple[workspaces.Step, workspaces.Shape], int]())  # bytes, so far, by step
 
 
 def _kernels(call: OpCall, x: Tensor, weight: Tensor) -> tuple[bool, torch.memory_format]:
@@ -58,9 +59,6 @@ def _shape_of(
     row = (1,) if len(large) == 3 else ()  # 1d: images of one row
     image, window, out = ((*row, *sizes[2:]) for sizes in (large, kernel, small))
     return workspaces.Shape(large[0], large[1], small[1], groups, image, window, out, *others)
-
-
-_sizes = Kept(lambda gpu: dict[tuple[workspaces.Step, workspaces.Shape], int]())  # bytes, so far, by step
 
 
 def _with_cudnn(gpu: VirtualGPU, step: workspaces.Step, shape: workspaces.Shape) -> None:

@@ -21,6 +21,10 @@ from virtual_gpus.machine import VirtualGPU
 from virtual_gpus.patches.table import Patch
 from virtual_gpus.placement.storages import gpu_of, nbytes
 
+# c10::ScalarType, in its order: what remains at the end is sent type by type.
+_TYPES = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16, torch.float32, torch.float64,
+          torch.complex32, torch.complex64, torch.complex128, torch.bool)  # fmt: skip
+
 
 @entrance
 def _broadcast(tensor: torch.Tensor, devices: list[int]) -> list[torch.Tensor]:
@@ -47,11 +51,6 @@ def _broadcast_coalesced(tensors: list[torch.Tensor], devices: list[int], buffer
         [move(t, gpu) if t.is_sparse else by_id[id(t)] for t in tensors]
         for by_id, gpu in zip(copies, gpus[1:], strict=True)
     ]
-
-
-# c10::ScalarType, in its order: what remains at the end is sent type by type.
-_TYPES = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16, torch.float32, torch.float64,
-          torch.complex32, torch.complex64, torch.complex128, torch.bool)  # fmt: skip
 
 
 def _chunks(tensors: list[torch.Tensor], limit: int) -> Iterator[list[torch.Tensor]]:

@@ -12,6 +12,8 @@ import torch
 from virtual_gpus.clock.links import GroupLinks
 from virtual_gpus.machine import VirtualGPU
 
+states: weakref.WeakKeyDictionary[Any, GroupState] = weakref.WeakKeyDictionary()
+
 
 class GroupState:
     """What this process knows of a group. begun: collectives so far. coalescing: the works of an open block."""
@@ -22,9 +24,6 @@ class GroupState:
     links: tuple[VirtualGPU, GroupLinks] | None = None
     begun: int = 0
     coalescing: list[Any] | None = None
-
-
-states: weakref.WeakKeyDictionary[Any, GroupState] = weakref.WeakKeyDictionary()
 
 
 def state_of(group: object) -> GroupState:

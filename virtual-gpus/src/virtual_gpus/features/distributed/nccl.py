@@ -34,6 +34,8 @@ _FLOAT8 = {torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.
 _MOVED = _FLOAT8 | {torch.int8, torch.uint8, torch.int32, torch.int64, torch.bool, torch.float16, torch.bfloat16,
                     torch.float32, torch.float64, torch.complex64, torch.complex128}  # fmt: skip
 _messages: weakref.WeakSet[Any] = weakref.WeakSet()  # works of messages: gloo may wait for one of them once only
+_WRONG_SIZE = ("output tensor size must be equal to world_size times input tensor size",
+               "input tensor must be the same size as output size times world size")  # fmt: skip
 
 
 # ---- what is refused ----------------------------------------------------------------------------------------------
@@ -104,10 +106,6 @@ def _one_for_all(group: Any, whole: torch.Tensor, part: torch.Tensor, side: int)
     if part.dim() and whole.shape == (ranks * part.shape[0], *part.shape[1:]):
         return whole, part
     return _seen_as(whole, (whole.numel(),)), _seen_as(part, (part.numel(),))
-
-
-_WRONG_SIZE = ("output tensor size must be equal to world_size times input tensor size",
-               "input tensor must be the same size as output size times world size")  # fmt: skip
 
 
 # ---- collectives that are several messages of gloo -----------------------------------------------------------------

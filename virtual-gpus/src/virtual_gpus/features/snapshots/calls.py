@@ -26,6 +26,7 @@ from virtual_gpus.versions import HOST_IN_SNAPSHOTS, POOLS_IN_HISTORY
 _CONTEXTS = {None: NEVER, "state": STATE, "alloc": ALLOC, "all": ALL}
 _DEFAULT_POOL = (0, 0)
 _Facts = dict[str, Any]  # a segment, a block or an event as PyTorch describes it
+recorders = Kept(lambda machine: [Recorder(gpu.allocator) for gpu in machine.gpus])
 
 
 # ---- recording -----------------------------------------------------------------------------------------------------
@@ -138,9 +139,6 @@ def _tell(observer: Callable[..., object], gpu: VirtualGPU, error: OutOfMemory) 
     total = error.capacity if error.allowed is None else error.allowed
     with seen():
         observer(gpu.index, error.requested, total, error.free)
-
-
-recorders = Kept(lambda machine: [Recorder(gpu.allocator) for gpu in machine.gpus])
 
 
 def stop(machine: VirtualMachine) -> None:

@@ -39,6 +39,8 @@ OPERATORS = {
     **dict.fromkeys(_NAMES["free"].split(), Row(FREE)),
     "set_": Row(FREE, crosses=True),
 }
+# Functions in C++ that may make a result without an operator on their input: of no elements, or of an empty matrix.
+_MAKES_FOR_ITSELF = ((torch._C._nn, "unflatten_dense_tensors"), (torch.linalg, "matrix_rank"))
 
 
 def _maker(name: str) -> Make:
@@ -105,10 +107,6 @@ def new(self: torch.Tensor, *args: Any, device: Device = None, **kwargs: Any) ->
     if all(isinstance(size, Integral) for size in sizes):
         return torch.empty(sizes, dtype=self.dtype, layout=self.layout, device=device)
     return new_tensor(self, *args, device=device)
-
-
-# Functions in C++ that may make a result without an operator on their input: of no elements, or of an empty matrix.
-_MAKES_FOR_ITSELF = ((torch._C._nn, "unflatten_dense_tensors"), (torch.linalg, "matrix_rank"))
 
 
 def _beside_input(function: Make) -> Make:

@@ -20,6 +20,8 @@ from virtual_gpus.threads import this_thread
 
 _raw = {name: getattr(torch._C.TensorBase, name) for name in ("to", "cuda", "cpu", "pin_memory", "is_pinned")}
 _raw_compatible, _AS_IS = torch._has_compatible_shallow_copy_type, torch.preserve_format
+_BETWEEN = ("copy_", "_copy_from", "_copy_from_and_resize", "_has_compatible_shallow_copy_type")
+OPERATORS = dict.fromkeys(_BETWEEN, Row(READS_AND_WRITES, crosses=True))
 
 
 def as_device(device: Device) -> torch.device | None:
@@ -132,10 +134,6 @@ class save_on_cpu(torch.autograd.graph.save_on_cpu):
             return tensor.device, torch.empty_like(tensor, device="meta")
 
         self.pack_hook = pack
-
-
-_BETWEEN = ("copy_", "_copy_from", "_copy_from_and_resize", "_has_compatible_shallow_copy_type")
-OPERATORS = dict.fromkeys(_BETWEEN, Row(READS_AND_WRITES, crosses=True))
 
 
 def patches() -> list[Patch]:

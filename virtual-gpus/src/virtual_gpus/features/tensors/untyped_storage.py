@@ -23,6 +23,7 @@ _raw_device, _raw_resize, _raw_new = _base.device.__get__, _base.resize_, _base.
 _raw_save = torch.save
 _raw_getitem, _raw_cpu = torch.UntypedStorage.__getitem__, torch.UntypedStorage.cpu
 _raw_clone = torch.UntypedStorage.clone
+_written: set[str] = set()  # files that this process has saved with sizes only
 
 
 @entrance
@@ -120,9 +121,6 @@ def resize_(self: torch.UntypedStorage, nbytes: int) -> torch.UntypedStorage:
     if record.gpu is not None and record.gpu.machine.on and record.nbytes != nbytes:
         record.resize(nbytes)  # first, so that what cannot fit fills nothing
     return _raw_resize(self, nbytes)
-
-
-_written: set[str] = set()  # files that this process has saved with sizes only
 
 
 @functools.wraps(_raw_save)
