@@ -4,8 +4,7 @@ Sources of the workspaces: aten/src/ATen/cuda/CublasHandlePool.cpp, CUDABlas.cpp
 Every thread that multiplies matrices on a GPU has a cuBLAS handle there; autograd's backward runs in a thread of its
 own, so a training step uses two. Handles of threads that ended are used again by others. A workspace belongs to a
 handle and a stream. Products with a bias vector go through cublasLt. `memory_model.blas_workspaces` says how large
-workspaces are and how long they stay. cuSOLVER has no workspace of PyTorch's that stays; what its routines take on the
-way is not modelled.
+workspaces are and how long they stay.
 """
 
 import functools
@@ -157,9 +156,8 @@ def copied_bytes(matrix: torch.Tensor) -> int:
 def with_workspace(call: OpCall, kernel: str = "", matrices: slice = _NONE, lt: bool = False) -> torch.Tensor:
     """Have the result, then copies of matrices that cuBLAS cannot read, and its workspace: none if it is empty.
 
-    kernel: the name in NotImplementedError, which it raises for whole numbers (ATen/native/cuda/Blas.cpp); "": it does
-    not. matrices: where they are among the arguments, if they, and a result that is given, may need a copy. lt: whether
-    cublasLt multiplies them.
+    kernel: the name in NotImplementedError, which it raises for whole numbers (ATen/native/cuda/Blas.cpp), if it does.
+    matrices: where they are among the arguments, if they or a given result may need a copy. lt: if cublasLt multiplies.
     """
     first, empty = call.tensors[0], not all(map(torch.Tensor.numel, call.tensors[: call.op.takes_first]))
     if kernel and not empty and first.dtype not in MULTIPLIED:

@@ -87,9 +87,6 @@ def _packed(copies: scratch, tensor: Tensor, layout: torch.memory_format) -> Non
         copies.take(nbytes(tensor))
 
 
-# ---- forward -------------------------------------------------------------------------------------------------------
-
-
 def convolution(call: OpCall) -> Tensor:
     """`aten::convolution`, of one, two or three dimensions, transposed or not."""
     x, weight = call["input"], call["weight"]
@@ -108,9 +105,6 @@ def convolution(call: OpCall) -> Tensor:
             step = workspaces.data_gradient if call["transposed"] else workspaces.forward
             _with_cudnn(call.gpu, step, _shape(call, x, weight, result, layout))
     return result
-
-
-# ---- backward ------------------------------------------------------------------------------------------------------
 
 
 def convolution_backward(call: OpCall) -> tuple[MaybeTensor, ...]:

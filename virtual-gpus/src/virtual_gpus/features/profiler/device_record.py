@@ -45,8 +45,6 @@ class DeviceRecord:
         index = {gpu.slot: gpu.index for gpu in self._machine.gpus}
         return ((index[span.gpu], span, issued) for span, issued in self._work if span.gpu in index)
 
-    # ---- torch.profiler's list of events
-
     def merge(self, events: list[FunctionEvent], trace_start: int, keep_cpu: bool) -> list[FunctionEvent]:
         """The profiler's events (keep_cpu: those too) with the GPUs', in its order. trace_start: ns since 1970."""
         if keep_cpu:
@@ -67,8 +65,6 @@ class DeviceRecord:
             -number, _name(span), _lane(span), begin, end, trace_name=_name(span), use_device="cuda",
             device_type=DeviceType.CUDA, device_index=gpu, device_resource_id=_lane(span), input_shapes=[], stack=[],
         )  # fmt: skip
-
-    # ---- its file
 
     def add_to_chrome_trace(self, path: str | os.PathLike[str]) -> None:
         """Add a process for each GPU to the profiler's JSON file. Its modelled time starts with the file."""

@@ -105,8 +105,6 @@ class RecurrentCall:
         states = [state.shape for state in inputs[1:3] if state is not None]
         self.shapes = [torch.Size((*steps, output * directions)), *states]
 
-    # ---- results without numbers, and their layout ----
-
     def empty_results(self, dtype: torch.dtype) -> list[torch.Tensor]:
         """Meta tensors in the place of results."""
         with below(), torch._C._DisableTorchDispatch(), torch.no_grad():
@@ -124,8 +122,6 @@ class RecurrentCall:
                 sequence = sequence.detach()
                 sequence = _own(sequence.transpose(0, 1)).transpose(0, 1) if self.batch_first else _own(sequence)
             return [sequence, *(None if state is None else own(state.detach()) for state in states)]
-
-    # ---- numbers ----
 
     def compute(self, inputs: Inputs, with_graph: bool, generator: torch.Generator | None) -> Graph:
         """Run the CPU's kernels, unseen by modes, hooks and accounting. `generator`: dropout's, None without it."""
