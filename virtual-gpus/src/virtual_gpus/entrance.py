@@ -5,8 +5,6 @@ holds no frame of this package and no tensor. The code behind an entrance can fi
 """
 
 import functools
-import linecache
-import os
 import pathlib
 import sys
 from collections.abc import Callable
@@ -14,7 +12,6 @@ from types import CodeType, FrameType
 from typing import Any, ParamSpec, TypeVar
 
 import torch
-import typing_extensions
 
 from virtual_gpus.memory.allocator import OutOfMemory, oom_message
 
@@ -84,24 +81,3 @@ def calling_frame() -> FrameType:
     while frame.f_code is not ENTERED and frame.f_code is not _dispatch:
         frame = frame.f_back
     return frame.f_back or frame
-
-
-def program_frame() -> FrameType:
-    """The innermost frame of this thread outside PyTorch and this package; the outermost one if there is none."""
-    frame = sys._getframe()
-    while frame.f_back is not None and not is_of_program(frame.f_code.co_filename):
-        frame = frame.f_back
-    return frame
-
-
-def quoted_line(file: str, line: int, names: dict[str, Any] | None = None) -> str:
-    """ "train.py:12: loss.backward()". names: the module's globals, by which code outside files is found."""
-    code = linecache.getline(file, line, names).strip()
-    return f"{os.path.basename(file)}:{line}" + (f": {code}" if code else "")
-
-
-@functools.cache
-def is_of_program(filename: str) -> bool:
-    """True for the code of a file outside PyTorch and this package."""
-    of_torch = str(pathlib.Path(torch.__file__).parent) + os.sep, typing_extensions.__file__  # which wraps what is old
-    return not filename.startswith((*of_torch, _HERE + os.sep, "<frozen"))

@@ -1,17 +1,29 @@
 """What a feature is told that follows all work on the GPUs, as the search for races does, or that charges for it.
 
+And which line of the program it is about: the first one outside PyTorch and this package.
+
 `GPU` is a `VirtualGPU`, whose module is of a higher layer, as those of an `OpCall` and a `StorageAllocation` are.
 """
 
+import functools
+import linecache
+import os
+import pathlib
+import sys
 from collections.abc import Iterable
+from types import FrameType
 from typing import Any, Generic, TypeVar
 
 import torch
+import typing_extensions
 
 from virtual_gpus.clock.clock import Arrival
 
 GPU = TypeVar("GPU")
 Tensors = Iterable[torch.Tensor]
+# PyTorch, what wraps its old functions, and this package.
+_NOT_OF_PROGRAM = (str(pathlib.Path(torch.__file__).parent) + os.sep, typing_extensions.__file__,
+                   str(pathlib.Path(__file__).parent) + os.sep, "<frozen")  # fmt: skip
 
 
 class Charger(Generic[GPU]):
@@ -58,3 +70,23 @@ class Follower(Generic[GPU]):
 
 
 NO_FOLLOWER = Follower[Any]()
+
+
+def program_frame() -> FrameType:
+    """The innermost frame of this thread outside PyTorch and this package; the outermost one if there is none."""
+    frame = sys._getframe()
+    while frame.f_back is not None and not is_of_program(frame.f_code.co_filename):
+        frame = frame.f_back
+    return frame
+
+
+def quoted_line(file: str, line: int, names: dict[str, Any] | None = None) -> str:
+    """ "train.py:12: loss.backward()". names: the module's globals, by which code outside files is found."""
+    code = linecache.getline(file, line, names).strip()
+    return f"{os.path.basename(file)}:{line}" + (f": {code}" if code else "")
+
+
+@functools.cache
+def is_of_program(filename: str) -> bool:
+    """True for the code of a file outside PyTorch and this package."""
+    return not filename.startswith(_NOT_OF_PROGRAM)

@@ -39,11 +39,6 @@ class Collective(NamedTuple):
         """Whether the root alone has the parts of all ranks."""
         return bool(self.root and self.whole)
 
-    @property
-    def is_even(self) -> bool:
-        """Whether all ranks must have the same number of bytes."""
-        return not self.at_root and self.whole != (0, 1)
-
     def share(self, count: int) -> float:
         """The part of the bytes that passes over each link of a ring of `count`. A GPU's own part stays where it is."""
         return self.rounds * (count - 1) / count if self.whole or self.rounds > 1 else 1.0

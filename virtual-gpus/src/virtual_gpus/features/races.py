@@ -20,8 +20,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from virtual_gpus.clock.clock import Arrival, Clock
 from virtual_gpus.dispatch.operators import OpCall, Operator
-from virtual_gpus.entrance import program_frame, quoted_line
-from virtual_gpus.follower import Follower
+from virtual_gpus.follower import Follower, program_frame, quoted_line
 from virtual_gpus.machine import VirtualGPU, VirtualMachine
 from virtual_gpus.placement.storages import HostStorage, StorageAllocation, allocation_of, gpu_of, storages, tensors_in
 from virtual_gpus.threads import OfEachThread

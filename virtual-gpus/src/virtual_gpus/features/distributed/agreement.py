@@ -13,8 +13,8 @@ import torch
 
 from virtual_gpus.clock.traffic import COLLECTIVES
 from virtual_gpus.dispatch.operators import OpCall
-from virtual_gpus.entrance import program_frame, quoted_line
 from virtual_gpus.features.distributed.groups import described, state_of, states
+from virtual_gpus.follower import program_frame, quoted_line
 
 _WORDS = 400  # bytes of what a rank says of itself
 
@@ -30,7 +30,8 @@ def purpose(call: OpCall, kind: str, nbytes: int, group: Any) -> str:
     """What ranks must share, in words: kind, dtypes, root, bytes if NCCL counts them. nbytes: of the larger side."""
     dtypes = sorted({str(tensor.dtype).removeprefix("torch.") for tensor in call.tensors})
     words = f"{kind} of {' and '.join(dtypes)}"
-    if COLLECTIVES[kind].is_even:
+    row = COLLECTIVES[kind]
+    if not row.at_root and row.whole != (0, 1):  # else ranks may have different numbers of bytes
         words += f", {nbytes:,} bytes"
     root = next((call[name] for name in ("root_rank", "src") if name in call.op.names), None)
     return words if root is None else f"{words}, root {torch.distributed.get_process_group_ranks(group)[root]}"
