@@ -89,10 +89,8 @@ class Topology:
         }
         on_hosts = Counter(host for host, _ in members)
         here = min(on_hosts.values())
-        if len(on_hosts) == 1:
-            return GroupLinks(len(members), here, tuple(inside), None)
         share = self.adapters * min(1.0, here / per_host)
-        across = replace(self.network, bandwidth=self.network.bandwidth * share)
+        across = replace(self.network, bandwidth=self.network.bandwidth * share) if len(on_hosts) > 1 else None
         return GroupLinks(len(members), here, tuple(inside), across)
 
     def drawn(self) -> str:

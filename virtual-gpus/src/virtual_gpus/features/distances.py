@@ -7,7 +7,7 @@ import torch
 
 from virtual_gpus import figures
 from virtual_gpus.clock.cost import CHARGED_ELSEWHERE, moves
-from virtual_gpus.clock.work import Operand, Operation
+from virtual_gpus.clock.work import Operand
 from virtual_gpus.dispatch.operators import OpCall, Row
 from virtual_gpus.threads import seen
 
@@ -34,11 +34,8 @@ def gradient(call: OpCall) -> torch.Tensor:
     return call.run(*[_buffer(call.tensors)] * (call["p"] != 0))
 
 
-def _moved(operation: Operation) -> int:
-    return operation.nbytes + 2 * _buffer(operation.inputs)
-
-
-_SUMS = moves(_moved, **figures.beside(__file__)["gradients"])
+_FITTED = figures.beside(__file__)["gradients"]
+_SUMS = moves(lambda operation: operation.nbytes + 2 * _buffer(operation.inputs), **_FITTED)
 OPERATORS = {
     "_euclidean_dist": Row(CHARGED_ELSEWHERE, euclidean),
     **dict.fromkeys(("_cdist_backward", "_pdist_backward"), Row(_SUMS, gradient)),

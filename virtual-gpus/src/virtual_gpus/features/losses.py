@@ -51,7 +51,7 @@ def reduced_in_place(call: OpCall) -> torch.Tensor:
     whole = shape.numel() * result.element_size()
     put(result, StorageAllocation(call.gpu, whole))
     with call.scratch(whole if call.op.base in ("mse_loss", "smooth_l1_loss") else result.element_size()):
-        take_buffers(call, torch.empty(shape, device="meta", dtype=result.dtype), None, max(4, result.itemsize))
+        take_buffers(call, torch.empty(shape, device="meta", dtype=result.dtype), max(4, result.itemsize))
     return call.place(result)
 
 
@@ -73,7 +73,7 @@ def with_logits(call: OpCall) -> torch.Tensor:
     with call.scratch(*[nbytes(call["self"])] * 2):
         result = call.run()
         if call["reduction"] != _NO_REDUCTION:
-            take_buffers(call, call["self"], None, max(4, call["self"].itemsize))
+            take_buffers(call, call["self"], max(4, call["self"].itemsize))
     return result
 
 

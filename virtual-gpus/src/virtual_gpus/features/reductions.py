@@ -3,7 +3,7 @@
 Sources: `memory_model.reduction_scratch`; aten/src/ATen/native/ReduceOpsUtils.h for casts.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from math import prod
 
@@ -22,8 +22,9 @@ _THREADS = {torch.complex128: 256}  # max_reduce_threads in cuda/Reduce.cuh; 512
 REDUCTION = _FITTED["reduction"]  # convolutions have a sum on the way
 
 
-def take_buffers(call: OpCall, tensor: torch.Tensor, dims: int | Sequence[int] | None, partial_bytes: int) -> None:
-    """Take and give back what reducing `tensor` on the call's GPU needs, after the result was placed."""
+def take_buffers(call: OpCall, tensor: torch.Tensor, partial_bytes: int) -> None:
+    """Take and give back what reducing `tensor` needs, along the call's dimensions if it has any, after the result."""
+    dims = call["dim"] if "dim" in call.op.positions else None
     sizes = reduction_scratch(
         tensor.shape,
         call.gpu.spec,
@@ -50,23 +51,19 @@ def after_cast(call: OpCall, widens: bool = True) -> tuple[torch.Tensor, torch.T
     return result, tensor
 
 
-def _dims(call: OpCall) -> int | Sequence[int] | None:
-    return call["dim"] if "dim" in call.op.positions else None
-
-
 def total(call: OpCall, of_norm: bool = False) -> torch.Tensor:
     """`sum` and its like: partial results are floats for halves. of_norm: they are real for complex numbers."""
     result, tensor = after_cast(call)
     dtype, real = tensor.dtype, tensor.dtype.to_real()
     size = (real if of_norm else dtype).itemsize * (2 if real in _HALVES else 1)
-    take_buffers(call, tensor, _dims(call), size)
+    take_buffers(call, tensor, size)
     return result
 
 
 def reduction(call: OpCall, numbers: int = 1, least: int = 0) -> torch.Tensor | tuple[torch.Tensor, ...]:
     """numbers: of the tensor's type, in a partial result (`arg_t` of cuda/Reduce*Kernel.cu). least: bytes of one."""
     result, tensor = call.run(), call["self"]
-    take_buffers(call, tensor, _dims(call), max(numbers * tensor.itemsize, least))
+    take_buffers(call, tensor, max(numbers * tensor.itemsize, least))
     return result
 
 
@@ -77,11 +74,11 @@ def extreme(call: OpCall) -> torch.Tensor | tuple[torch.Tensor, ...]:
 
 def index_of_largest(call: OpCall) -> torch.Tensor:
     """`argmax` and `argmin`: of all numbers in a row, if along no dimension."""
-    result, tensor, dim = call.run(), call["self"], call["dim"]
-    if dim is None and not tensor.is_contiguous():
+    result, tensor = call.run(), call["self"]
+    if call["dim"] is None and not tensor.is_contiguous():
         with seen():
             tensor = tensor.reshape(-1)
-    take_buffers(call, tensor, dim, 16)
+    take_buffers(call, tensor, 16)
     return result
 
 

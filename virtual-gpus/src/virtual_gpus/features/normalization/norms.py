@@ -67,6 +67,7 @@ def group_norm_backward(call: OpCall) -> tuple[torch.Tensor, ...]:
         return call.run(*[channels] * (2 if call["weight"] is None else 3), groups, groups)
 
 
+@lru_cache(maxsize=4096)
 def choose(
     images: Operand, weight: int, bf16: bool, cudnn: bool, training: bool, mask: tuple[bool, ...]
 ) -> tuple[bool, bool, bool]:
@@ -91,10 +92,13 @@ def batch_norm(call: OpCall) -> tuple[torch.Tensor, ...]:
     """And backward. cuDNN wants a packed gradient; kernels for channels that lie together take partial sums."""
     tensor, weight, backward = call["input"], call["weight"], "train" in call.op.positions
     training, mask = (call["train"], tuple(call["output_mask"])) if backward else (call["training"], ())
-    how = 0 if weight is None else weight.itemsize, torch._C._get_cudnn_enabled(), training, mask
-    on_cudnn, adds_up, kept = _plan(tensor.shape, tensor.stride(), tensor.dtype, *how)
+    images, size = Operand(tensor.shape, tensor.itemsize, tensor.stride()), 0 if weight is None else weight.itemsize
+    settings = tensor.dtype == torch.bfloat16, torch._C._get_cudnn_enabled(), training, mask
+    on_cudnn, last, adds = choose(images, size, *settings)
+    # In evaluation cuDNN keeps no statistics, PyTorch's kernels do.
+    kept = (training * size if on_cudnn else max(4, tensor.itemsize)) * tensor.shape[1]
     run = call.run if backward else partial(_with_statistics, call, kept)
-    if adds_up:
+    if last and adds and not on_cudnn:
         grad = call["grad_out"] if backward else tensor
         in_rows = _lies_last(Operand(grad.shape, grad.itemsize, grad.stride()))
         return run(*_partial_sums(tensor, 2 if backward else 4) if in_rows else ())
@@ -102,19 +106,6 @@ def batch_norm(call: OpCall) -> tuple[torch.Tensor, ...]:
         return run()
     with call.scratch(*packed_copies(call, ("grad_out",))):
         return run()
-
-
-@lru_cache(maxsize=4096)
-def _plan(
-    shape: torch.Size, strides: tuple[int, ...], dtype: torch.dtype, weight: int, cudnn: bool, training: bool,
-    mask: tuple[bool, ...],
-) -> tuple[bool, bool, int]:  # fmt: skip
-    """What `choose` says of images: if they are cuDNN's, or else added up in partial sums; bytes of each statistic."""
-    images = Operand(shape, dtype.itemsize, strides)
-    on_cudnn, last, adds = choose(images, weight, dtype == torch.bfloat16, cudnn, training, mask)
-    # In evaluation cuDNN keeps no statistics, PyTorch's kernels do.
-    kept = (training * weight if on_cudnn else max(4, dtype.itemsize)) * shape[1]
-    return on_cudnn, last and adds and not on_cudnn, kept
 
 
 def _partial_sums(tensor: torch.Tensor, per_block: int) -> tuple[int, ...]:
