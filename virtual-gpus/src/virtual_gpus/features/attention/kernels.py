@@ -464,14 +464,10 @@ class _BackwardKernel:
 
     def _splits(self) -> int:
         """In how many parts the keys are worked on at the same time (num_splits_key in attention_backward.cu)."""
-        sizes = self.sizes
-        splits = ceil_div(sizes.columns, self.columns)
-        if sizes.n * sizes.heads >= 256 and sizes.columns <= 2 * self.columns:
-            splits = 1
-        splits = min(splits, 200 // max(1, sizes.n * sizes.heads))
         if not self.splits_keys or must_be_deterministic():
-            splits = 1
-        return max(1, splits)
+            return 1
+        # Its rule for few columns asks for 256 heads in all samples, of which none is split anyway.
+        return max(1, min(ceil_div(self.sizes.columns, self.columns), 200 // max(1, self.sizes.n * self.sizes.heads)))
 
 
 Fused = Cudnn | Flash | Efficient
