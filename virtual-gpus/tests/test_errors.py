@@ -68,6 +68,7 @@ MIXTURES = {
         lambda: nn.ConvTranspose1d(1, 1, 1).to(1)(one(1, 1, 2, device=0)),
         got("weight", "cuda:1", "cuda:0", "_cudnn_convolution_transpose"),
     ),
+    "RMS norm": (lambda: F.rms_norm(one(device=1), (1,), one()), got("weight", "cpu", "cuda:1", "__fused_rms_norm")),
     "index on another GPU": (lambda: one(device=0)[torch.tensor([0], device=1)], elsewhere("cuda:0")),
     "CPU tensor, GPU index": (lambda: one()[torch.tensor([0], device=1)], elsewhere("cpu")),
     "mask": (
@@ -83,6 +84,21 @@ def test_mixed_devices(name):
     with pytest.raises(RuntimeError, match=f"^{re.escape(text)}") as raised:
         act()
     assert "virtual_gpus" not in str(raised.traceback[-1].path)  # it ends at the line that made it
+
+
+LOSSES = """mse_loss l1_loss smooth_l1_loss huber_loss kl_div soft_margin_loss hinge_embedding_loss poisson_nll_loss
+cross_entropy binary_cross_entropy binary_cross_entropy_with_logits multilabel_soft_margin_loss"""
+NORMS = [lambda x, y: F.layer_norm(x, (4,), y[0]), lambda x, y: F.rms_norm(x, (4,), y[0]),
+         lambda x, y: F.group_norm(x, 2, y[0]), lambda x, y: F.batch_norm(x, y[0], y[1])]  # fmt: skip
+
+
+@pytest.mark.parametrize("shapes_only", [False, True])
+@pytest.mark.parametrize("devices", [(0, "cpu"), ("cpu", 0), (0, 1)])
+def test_losses_and_norms_refuse_an_argument_that_is_elsewhere(devices, shapes_only):
+    with virtual_gpus(2, shapes_only=shapes_only):
+        for act in (*(getattr(F, name) for name in LOSSES.split()), *NORMS):
+            with pytest.raises(RuntimeError, match="same device"):
+                act(*(one(4, 4, device=device) for device in devices))
 
 
 @pytest.mark.skipif(not torch.version.cuda, reason="a build for CPUs has no kernels for CUDA")

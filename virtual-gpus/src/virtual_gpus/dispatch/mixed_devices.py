@@ -1,5 +1,7 @@
 """Tensors on different devices in one operator: what CUDA allows, what it refuses and in which words."""
 
+import torch
+
 from virtual_gpus import errors
 from virtual_gpus.dispatch.operators import OpCall
 from virtual_gpus.placement.creation_sites import may_be_adopted
@@ -43,3 +45,11 @@ def resolve_common_device(call: OpCall) -> bool:
             cuda = [d for d in (common, device) if d.type == "cuda"]
             raise errors.two_devices(cuda[0], device if device != cuda[0] else common)
     return True
+
+
+def require_one_device(name: str, first: torch.Tensor, **others: torch.Tensor | None) -> None:
+    """For a function that stands in for CUDA's operator `name`: raise as its generated check does, by its arguments."""
+    common = device_of(first)
+    for argument, tensor in others.items():
+        if tensor is not None and device_of(tensor) != common:
+            raise errors.argument_elsewhere(name, argument, device_of(tensor), common)

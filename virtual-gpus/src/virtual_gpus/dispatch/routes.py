@@ -15,7 +15,7 @@ from virtual_gpus.dispatch.mixed_devices import resolve_common_device
 from virtual_gpus.dispatch.operators import OpCall, Route, RouteKind, asked_generator
 from virtual_gpus.dispatch.timing import charge_op, charge_read
 from virtual_gpus.entrance import calling_frame
-from virtual_gpus.placement.creation_sites import may_be_adopted, record_creation_site
+from virtual_gpus.placement.creation_sites import forget_creation_site, may_be_adopted, record_creation_site
 from virtual_gpus.placement.storages import former_gpu_of, gpu_of, has_storage, has_values, place, storages
 from virtual_gpus.threads import seen, this_thread
 
@@ -73,7 +73,7 @@ def crossing(call: OpCall) -> Any:
 
 
 def on_host(call: OpCall) -> Any:
-    """An operator on CPU tensors. What C++ computes from a helper of its own in the same call is such a helper too."""
+    """An operator on CPU tensors. What C++ computes of helpers of its own alone, and numbers, is a helper too."""
     if call.op.has_generator:
         asked_generator(call, "cpu")
     for former in filter(None, map(former_gpu_of, call.tensors if not call.all_placed else ())):
@@ -82,9 +82,11 @@ def on_host(call: OpCall) -> Any:
         raise errors.needs_values(call.op.base)
     result = call.kernel(*call.args, **call.kwargs)
     if not call.all_placed and isinstance(result, torch.Tensor):
-        site = call.site
-        sites = {storage._record.creation_site for tensor in call.tensors for storage in storages(tensor)} - {None}
-        if site in sites or (sites and this_thread.in_backward):
+        site, sized = call.site, [tensor for tensor in call.tensors if tensor.dim()] or call.tensors
+        sites = {storage._record.creation_site for tensor in sized for storage in storages(tensor)}
+        if None in sites and not call.op.crosses:
+            forget_creation_site(result)  # of a helper into which a tensor of the program went, so it was on the CPU
+        elif None not in sites and (site in sites or (sites and this_thread.in_backward)):
             record_creation_site(result, site)
     return result
 

@@ -10,6 +10,7 @@ import torch
 from virtual_gpus.clock.cost import OperatorClass
 from virtual_gpus.clock.work import Cost, Operation
 from virtual_gpus.dispatch import known
+from virtual_gpus.dispatch.mixed_devices import require_one_device
 from virtual_gpus.dispatch.timing import launch, operands
 from virtual_gpus.entrance import entrance
 from virtual_gpus.features.normalization.norms import LAYER_NORM, LAYER_NORM_BACKWARD
@@ -104,6 +105,7 @@ def rms_norm(input: Tensor, normalized_shape: list[int], weight: Maybe = None, e
 
 
 def _on_one_gpu(gpu: VirtualGPU, input: Tensor, weight: Maybe, shape: Shape, eps: Eps) -> Tensor:
+    require_one_device("_fused_rms_norm", input, weight=weight)
     trains = torch.is_grad_enabled() and any(part is not None and part.requires_grad for part in (input, weight))
     return RMSNorm.apply(arrived(input), weight, shape, eps, trains, gpu)
 
