@@ -21,7 +21,7 @@ UNKNOWN = (RuntimeError, TypeError, ValueError, AttributeError, LookupError, Ass
 @pytest.fixture(autouse=True)
 def forgotten(monkeypatch, gpus):
     """No operator's seconds are known yet."""
-    monkeypatch.setattr(timing, "_kept", {})
+    monkeypatch.setattr(timing, "kept", {})
 
 
 def every_overload():
@@ -93,7 +93,7 @@ def test_a_type_that_is_asked_for_takes_its_time_whatever_was_asked_before():
             calls = {dtype: lambda a=arguments, d=dtype, o=device, f=func: f(*a, dtype=d, **o) for dtype in types}
             orders = []
             for order in (types, types[::-1]):
-                timing._kept.clear()
+                timing.kept.clear()
                 orders.append({dtype: seconds(calls[dtype]) for dtype in order})
         except UNKNOWN:
             continue

@@ -162,7 +162,7 @@ def counted():
         "tensors": sum(isinstance(found, torch.Tensor) for found in gc.get_objects()),
         "held": held,
         "segments": len(torch.cuda.memory_snapshot()),
-        "known times": len(timing._kept),
+        "known times": len(timing.kept),
         "collectives on their way": sum(len(track.expected) for track in tracks),
         "streams": sum(len(track.streams) for track in tracks),
         "resident": int(STATM.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if STATM.exists() else 0,

@@ -5,10 +5,9 @@ from typing import Any
 
 import torch
 
-from virtual_gpus import errors
 from virtual_gpus.dispatch.operators import OpCall
 from virtual_gpus.machine import VirtualGPU
-from virtual_gpus.placement.storages import device_of, gpu_of, place, place_all
+from virtual_gpus.placement.storages import gpu_of, place, place_all
 
 
 def place_rows(columns: list[Sequence[torch.Tensor]], gpus: Sequence[VirtualGPU | None], result: Any) -> None:
@@ -23,7 +22,7 @@ def place_rows(columns: list[Sequence[torch.Tensor]], gpus: Sequence[VirtualGPU 
 
 
 def columns_of(call: OpCall) -> tuple[list[Sequence[torch.Tensor]], list[VirtualGPU | None]]:
-    """The lists of tensors among the arguments, and the GPUs of the first. Raises where a row is on several devices.
+    """The lists of tensors among the arguments, and the GPUs of the first.
 
     `_foreach_pow` may begin with a number. A collective's lone tensors count as lists of one.
     """
@@ -33,10 +32,5 @@ def columns_of(call: OpCall) -> tuple[list[Sequence[torch.Tensor]], list[Virtual
             columns.append(value)
         elif isinstance(value, torch.Tensor) and not columns:
             columns.append([value])
-    if not (call.on_one_gpu or call.op.is_collective):  # these have rules of their own
-        for row in zip(*columns, strict=False):  # a 0-dim CPU tensor counts as a number
-            by_gpu = {gpu: tensor for tensor in row if (gpu := gpu_of(tensor)) is not None or tensor.dim()}
-            if len(by_gpu) > 1:
-                raise errors.two_devices(*sorted(map(device_of, [*by_gpu.values()][:2]), key=str, reverse=True))
     first: Sequence[torch.Tensor] = next(iter(columns), ())
     return columns, [call.gpu] * len(first) if call.on_one_gpu else list(map(gpu_of, first))

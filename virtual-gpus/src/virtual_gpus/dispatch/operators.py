@@ -6,7 +6,7 @@ need no row: their inputs must share a GPU and their outputs stay there. `OpCall
 
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch._library.custom_ops import OPDEFS
@@ -26,8 +26,6 @@ from virtual_gpus.threads import this_thread
 _KEYS = {"cuda": torch._C.DispatchKey.CUDA, "cpu": torch._C.DispatchKey.CPU,
          None: torch._C.DispatchKey.CompositeExplicitAutograd}  # fmt: skip
 
-RouteKind = Literal["composite", "factory", "collective", "list", "crossing", "particular", "ordinary"]
-_COLLECTIVES = ("c10d", "_c10d_functional", "_dtensor")  # namespaces
 _Schema, _Func = torch._C.FunctionSchema, torch._ops.OpOverload | torch._ops.HigherOrderOperator
 Route = Callable[["OpCall"], Any]  # gives what the operator returns
 
@@ -58,10 +56,11 @@ class Row:
     of_cpu: bool = False
 
 
-# Features add theirs: by the base name of an operator ("mm"), or "_foreach_*" for all of these that have none, and by
-# `Operator.kind`.
+# Features add theirs: by the base name of an operator ("mm"), or "_foreach_*" for all of these that have none; by
+# namespace, the kind that all of its operators are; and by `Operator.kind`.
 ROWS: dict[str, Row] = {}
-ROUTES: dict[RouteKind, Route] = {}
+KINDS: dict[str, str] = {}
+ROUTES: dict[str, Route] = {}
 _NO_ROW = Row(READS_AND_WRITES)
 KNOWN: dict[int, "Operator"] = {}  # by the overload's id, since its own hash is a call into Python
 
@@ -135,9 +134,8 @@ class Operator:
             self.takes_by_name = any(a.kwarg_only for a in takes)
             moves = self.is_view or self.crosses or self.changes_size or torch.Tag.inplace_view in self.tags
             self.keeps_answers = bool(takes) and not moves
-        self.is_collective = func.namespace in _COLLECTIVES
         takes_lists = self.row.by_element and any(str(a.type) == "List[Tensor]" for a in arguments)
-        self.by_element = takes_lists or self.is_collective
+        self.by_element = takes_lists or func.namespace in KINDS
 
     def _read_random_numbers(self, func: _Func) -> None:
         """Whether it draws numbers, and how it is given a generator."""
@@ -148,14 +146,14 @@ class Operator:
         self.draws = self.has_generator or self.draws_by_default or self.with_generator is not None
 
     @property
-    def kind(self) -> RouteKind:
+    def kind(self) -> str:
         """What decides about the route of an operator: the first of these that it is."""
         if self.is_composite:
             return "composite"
         if "device" in self.names:
             return "factory"
         if self.by_element:
-            return "collective" if self.is_collective else "list"
+            return KINDS.get(self.func.namespace, "list")
         if self.crosses:
             return "crossing"
         return "particular" if self.check or self.needs_values or self.changes_size else "ordinary"

@@ -12,7 +12,7 @@ from virtual_gpus import errors
 from virtual_gpus.dispatch import creation, valueless
 from virtual_gpus.dispatch.copies import charge_copy
 from virtual_gpus.dispatch.mixed_devices import resolve_common_device
-from virtual_gpus.dispatch.operators import OpCall, Route, RouteKind, asked_generator
+from virtual_gpus.dispatch.operators import OpCall, Route, asked_generator
 from virtual_gpus.dispatch.timing import charge_op, charge_read
 from virtual_gpus.entrance import calling_frame
 from virtual_gpus.placement.creation_sites import forget_creation_site, may_be_adopted, record_creation_site
@@ -61,7 +61,7 @@ def crossing(call: OpCall) -> Any:
         return on_host(call)
     is_copy, target = call.op.base == "copy_", call.args[0]
     if gpu_of(target) is None and may_be_adopted(target, call.site):
-        place(target, call.gpu)  # one of DDP's buckets, which C++ makes: the first copy from a GPU shows whose it is
+        place(target, call.gpu)  # as `pad_sequence` makes in C++: the first copy from a GPU shows whose it is
     if is_copy and gpu_of(target) is None and not has_values(call.args[1]):
         result = valueless.copy_to_host(*call.args[:2])
     else:
@@ -91,13 +91,6 @@ def on_host(call: OpCall) -> Any:
     return result
 
 
-def collective(call: OpCall) -> Any:
-    """An operator of torch.distributed, where no feature carries it out."""
-    if call.gpu is None:
-        return on_host(call)
-    raise errors.not_modelled(call.func.name())
-
-
 def composite(call: OpCall) -> Any:
     """Take an operator apart that is composite or of higher order, as inference mode does not: its parts use memory."""
     with seen():
@@ -108,7 +101,7 @@ def composite(call: OpCall) -> Any:
 
 
 # By `Operator.kind`.
-ROUTES: dict[RouteKind, Route] = {
-    "collective": collective, "composite": composite, "factory": creation.create, "crossing": crossing,
+ROUTES: dict[str, Route] = {
+    "composite": composite, "factory": creation.create, "crossing": crossing,
     "list": ordinary, "particular": particular, "ordinary": ordinary,
 }  # fmt: skip

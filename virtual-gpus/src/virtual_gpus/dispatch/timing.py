@@ -6,8 +6,7 @@ The routes call `charge_op` after every operator on a GPU. Code that computes be
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import chain
-from operator import attrgetter, mul
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -19,18 +18,18 @@ from virtual_gpus.dispatch.measured_calls import KernelCall, key_of
 from virtual_gpus.dispatch.operators import OpCall, Operator
 from virtual_gpus.gpus import Precision
 from virtual_gpus.machine import VirtualGPU
-from virtual_gpus.placement.storages import allocation_of, gpu_of, tensors_in
+from virtual_gpus.placement.storages import allocation_of, tensors_in
 from virtual_gpus.threads import this_thread
 
 Tensors, TensorList, Operands = Iterable[torch.Tensor], Sequence[torch.Tensor], tuple[Operand, ...]
 MaybeCall, Place = OpCall | KernelCall | None, VirtualGPU | None  # no place: the computer
 _PRECISION: dict[torch.dtype, Precision] = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float64: "fp64"}
-_kept: dict[Any, "LaunchTimes"] = {}
+kept: dict[Any, "LaunchTimes"] = {}
 _allows_tf32, _cudnn_enabled = torch._C._get_fp32_precision_getter, torch._C._get_cudnn_enabled
 _grad_enabled, _Tensor, _Dtype = torch.is_grad_enabled, torch.Tensor, torch.dtype
 # Not comprehensions: a call into Python per operator costs, and a generator that is cut short swallows a Ctrl-C.
 _form, _is_trained = attrgetter("shape", "dtype"), attrgetter("requires_grad")
-_stride, _elements, _itemsize = _Tensor.stride, _Tensor.numel, _Tensor.element_size
+_stride = _Tensor.stride
 _PLAIN = frozenset((bool, int, float, str, type(None)))
 _MOST = 65536  # times that are kept
 _NO_MORE: tuple[Any, ...] = (), (), "", True
@@ -58,20 +57,20 @@ def charge_op(call: OpCall, result: Any) -> None:
         if type(result) is _Tensor:
             made = None if op.in_place and result is tensors[0] else _form(result)
         else:
-            made = tuple(map(_form, tensors_in(result) or _filled(call)))
+            made = tuple(map(_form, tensors_in(result) or filled(call)))
         key = gpu.spec.kind, op, _more(call) if op.wants_more else None, made, *map(_form, tensors)
     except RuntimeError:
         if any(part.is_nested or torch.nn.parameter.is_lazy(part) for part in (*tensors, *tensors_in(result))):
             return  # neither has a shape: they take no modelled time
         raise
-    needs = _kept.get(key) or _keep(key, gpu, op, _operation(call, tensors_in(result) or _filled(call), key[2]))
+    needs = kept.get(key) or keep(key, gpu, op, _operation(call, tensors_in(result) or filled(call), key[2]))
     if needs.seconds:
-        _issue(gpu, op.base, tensors, needs, call)
+        issue(gpu, op.base, tensors, needs, call)
     else:
         machine.clock.spend(needs.host, gpu.slot)
 
 
-def _issue(
+def issue(
     gpu: VirtualGPU, name: str, tensors: Tensors, needs: LaunchTimes, call: MaybeCall = None, trains: bool | None = None
 ) -> None:
     """Kernels in the current stream, which wait for what they read.
@@ -98,34 +97,8 @@ def launch(
     call: MaybeCall = None,
 ) -> None:  # fmt: skip
     """Kernels that the dispatch mode does not see. trains: if autograd notes them down, which only the caller knows."""
-    _issue(gpu, name, reads, times(gpu, charge), call, trains=trains or None)
+    issue(gpu, name, reads, times(gpu, charge), call, trains=trains or None)
     gpu.machine.follower.kernel(name, reads, writes)
-
-
-def charge_foreach(call: OpCall, columns: list[TensorList], gpus: list[VirtualGPU | None], result: Any) -> None:
-    """An operator on lists of tensors: for each GPU among them, one call with its elements. gpus: of the first list."""
-    op, arguments = call.op, _plain(list(map(call.__getitem__, call.op.arguments)))
-    dtype = getattr(result[0], "dtype", None) if result else None
-    for gpu in filter(None, dict.fromkeys(gpus)):
-        rows = columns
-        if gpus.count(gpu) < len(gpus):
-            rows = [[part for part, where in zip(column, gpus, strict=False) if where is gpu] for column in columns]
-        # A list that is given twice is read once: `addcmul` squares the gradient in every optimizer.
-        reads = {(id(row[0]), id(row[-1])): row for row in rows}.values()
-        # How long lists take depends on their elements and bytes (`cost`), which are found faster than all shapes.
-        lists, elements = tuple(map(len, rows)), sum(map(_elements, rows[0]))
-        key = gpu.spec.kind, op, lists, elements, *map(_nbytes, reads), arguments, dtype
-        needs = _kept.get(key)
-        if needs is None:
-            filled = operands(part for part in tensors_in(result) or _filled(call) if gpu_of(part) is gpu)
-            operation = Operation(op.base, operands(chain(*reads)), filled, gpu.spec, lists=lists, in_place=op.in_place,
-                                  arguments=dict(zip(op.arguments, arguments, strict=True)))  # fmt: skip
-            needs = _keep(key, gpu, op, operation)
-        _issue(gpu, op.base, chain(*rows), needs, call if len(rows[0]) == len(gpus) else None, trains=False)
-
-
-def _nbytes(tensors: TensorList) -> int:
-    return sum(map(mul, map(_elements, tensors), map(_itemsize, tensors)))
 
 
 def charge_read(call: OpCall) -> None:
@@ -178,7 +151,7 @@ def await_tensors(gpu: VirtualGPU, tensors: Iterable[torch.Tensor]) -> None:
 # ---- what the formulas say -------------------------------------------------------------------------------------------
 
 
-def _filled(call: OpCall) -> list[torch.Tensor]:
+def filled(call: OpCall) -> list[torch.Tensor]:
     """What an operator writes on, as its schema says."""
     return [tensor for name, tensor in call.named_tensors() if name in call.op.filled]
 
@@ -189,22 +162,22 @@ def _more(call: OpCall) -> tuple[Any, ...]:
     op, time, strides = call.op, call.op.row.time, ()
     if time.depends_on_strides:  # what has a storage of its own has strides
         strides = tuple(map(_stride if call.on_one_gpu else _strides, call.tensors))
-    arguments = op.arguments and _plain(list(map(call.__getitem__, op.arguments)))
+    arguments = op.arguments and plain(list(map(call.__getitem__, op.arguments)))
     setting = time.tf32_setting
     return strides, arguments, setting and _allows_tf32("cuda", setting), not time.asks_cudnn or _cudnn_enabled()
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """An argument, or a list of them, as `Operation` has it."""
     if isinstance(value, (list, tuple)):
         if _PLAIN.issuperset(map(type, value)):
             return tuple(value)
-        return tuple([part if type(part) in _PLAIN else _plain(part) for part in value])
+        return tuple([part if type(part) in _PLAIN else plain(part) for part in value])
     return isinstance(value, _Tensor) or value
 
 
 def _operation(call: OpCall, made: TensorList, extra: tuple[Any, ...] | None) -> Operation:
-    """What the formula is given. Nothing that the key of `_kept` lacks, since its seconds are those of all such calls.
+    """What the formula is given. Nothing that the key of `kept` lacks, since its seconds are those of all such calls.
 
     made: the results, or the tensors that were written. extra: what `_more` returned; None if it was not asked.
     """
@@ -224,11 +197,11 @@ def _operation(call: OpCall, made: TensorList, extra: tuple[Any, ...] | None) ->
     )  # fmt: skip
 
 
-def _keep(key: Any, gpu: VirtualGPU, op: Operator, operation: Operation) -> LaunchTimes:
+def keep(key: Any, gpu: VirtualGPU, op: Operator, operation: Operation) -> LaunchTimes:
     """The times of an operator by its formula, kept by `key`."""
-    if len(_kept) > _MOST:
-        _kept.clear()
-    needs = _kept[key] = times(gpu, op.row.time.formula(operation), in_place=bool(op.written) and not operation.lists)
+    if len(kept) > _MOST:
+        kept.clear()
+    needs = kept[key] = times(gpu, op.row.time.formula(operation), in_place=bool(op.written) and not operation.lists)
     return needs
 
 

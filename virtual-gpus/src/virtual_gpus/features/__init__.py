@@ -5,6 +5,7 @@ have these names, which are all that the package knows of it:
 
     patches()        what answers for PyTorch's names while virtual GPUs are on, as `patches.table` wants it
     OPERATORS        by the base name of an operator ("mm"), or "_foreach_*" for all of these: its `operators.Row`
+    KINDS            by namespace of operators: the kind that they are, if it is one of their own
     ROUTES           by kind of operator (`operators.Operator.kind`): what is done with one
     LASTING          files of PyTorch whose calls into C++ make tensors once and fill them later
     ALLOCATES        functions that ask for GPU memory of one kind, each as a `timeline.peak.Allocator`
@@ -57,6 +58,7 @@ def _merged(name: str) -> dict[Any, Any]:
 
 
 operators.ROWS.update(_merged("OPERATORS"))
+operators.KINDS.update(_merged("KINDS"))
 operators.ROUTES.update(routes.ROUTES | _merged("ROUTES"))
 creation_sites.LASTING.update(*_offered("LASTING"))
 TIMED = _merged("TIMED")

@@ -4,27 +4,31 @@ Element i of a list stays on its own GPU. PyTorch groups by what C++ calls a dev
 """
 
 import sys
+from collections.abc import Sequence
+from itertools import chain
 from math import ceil, inf, prod
+from operator import mul
 from typing import Any
 
 import torch
 from torch.utils._foreach_utils import Indices, TensorListList
 
-from virtual_gpus import figures
+from virtual_gpus import errors, figures
 from virtual_gpus.arithmetic import ceil_div
 from virtual_gpus.clock.cost import OperatorClass, bytes_of
 from virtual_gpus.clock.work import Cost, Operation, added_on_host
-from virtual_gpus.dispatch import valueless
+from virtual_gpus.dispatch import timing, valueless
 from virtual_gpus.dispatch.copies import lie_alike
 from virtual_gpus.dispatch.lists import columns_of, place_rows
 from virtual_gpus.dispatch.operators import OpCall, Row
 from virtual_gpus.dispatch.routes import on_host
-from virtual_gpus.dispatch.timing import charge_foreach
+from virtual_gpus.machine import VirtualGPU
 from virtual_gpus.patches.table import Patch
-from virtual_gpus.placement.storages import device_of
+from virtual_gpus.placement.storages import device_of, gpu_of, tensors_in
 
 _CHUNK, _CHUNKS = 65536, 320  # elements, and chunks of a launch (aten/src/ATen/native/cuda/MultiTensorApply.cuh)
 _FITTED, _TENSOR = figures.beside(__file__)["lists"], added_on_host("tensor")
+_elements, _itemsize = torch.Tensor.numel, torch.Tensor.element_size
 _raw_group = torch.utils._foreach_utils._group_tensors_by_device_and_dtype
 _Groups = dict[tuple[torch.device, torch.dtype], tuple[TensorListList, Indices]]
 
@@ -51,13 +55,45 @@ def run(call: OpCall) -> Any:
     if op.crosses and not _is_one_kernel(call):
         return _copy_pairs(call)
     columns, gpus = columns_of(call)
+    if not call.on_one_gpu:
+        for row in zip(*columns, strict=False):  # a 0-dim CPU tensor counts as a number
+            by_gpu = {gpu: tensor for tensor in row if (gpu := gpu_of(tensor)) is not None or tensor.dim()}
+            if len(by_gpu) > 1:
+                raise errors.two_devices(*sorted(map(device_of, [*by_gpu.values()][:2]), key=str, reverse=True))
     valueless.prepare(call)
     result = None  # fused ones change numbers in place, of which there may be none; not all have a meta kernel
     if not (call.gpu.machine.shapes_only and op.in_place and op.base.startswith("_fused_")):
         result = call.compute() if op.row.recipe is None else op.row.recipe(call)
         place_rows(columns, gpus, result)
-    charge_foreach(call, columns, gpus, result)
+    _charge(call, columns, gpus, result)
     return result
+
+
+def _charge(call: OpCall, columns: list[Sequence[torch.Tensor]], gpus: list[VirtualGPU | None], result: Any) -> None:
+    """Put it on the clock: for each GPU among them, one call with its elements. gpus: of the first list."""
+    op, arguments = call.op, timing.plain(list(map(call.__getitem__, call.op.arguments)))
+    dtype = getattr(result[0], "dtype", None) if result else None
+    for gpu in filter(None, dict.fromkeys(gpus)):
+        rows = columns
+        if gpus.count(gpu) < len(gpus):
+            rows = [[part for part, where in zip(column, gpus, strict=False) if where is gpu] for column in columns]
+        # A list that is given twice is read once: `addcmul` squares the gradient in every optimizer.
+        reads = {(id(row[0]), id(row[-1])): row for row in rows}.values()
+        # How long lists take depends on their elements and bytes (`_lists`), which are found faster than all shapes.
+        lists, elements = tuple(map(len, rows)), sum(map(_elements, rows[0]))
+        key = gpu.spec.kind, op, lists, elements, *map(_nbytes, reads), arguments, dtype
+        needs = timing.kept.get(key)
+        if needs is None:
+            written = timing.operands(t for t in tensors_in(result) or timing.filled(call) if gpu_of(t) is gpu)
+            given = dict(zip(op.arguments, arguments, strict=True))
+            operation = Operation(op.base, timing.operands(chain(*reads)), written, gpu.spec, lists=lists,
+                                  in_place=op.in_place, arguments=given)  # fmt: skip
+            needs = timing.keep(key, gpu, op, operation)
+        timing.issue(gpu, op.base, chain(*rows), needs, call if len(rows[0]) == len(gpus) else None, trains=False)
+
+
+def _nbytes(tensors: Sequence[torch.Tensor]) -> int:
+    return sum(map(mul, map(_elements, tensors), map(_itemsize, tensors)))
 
 
 def _is_one_kernel(call: OpCall) -> bool:

@@ -396,7 +396,7 @@ def start(machine: VirtualMachine) -> None:
 @functools.cache
 def _has_no_access(op: Operator) -> bool:
     """True for what changes no memory itself. The parts of composite operators come one by one; see `collective`."""
-    return op.is_composite or op.is_view or op.is_collective or op.row.time.is_free
+    return op.is_composite or op.is_view or op.kind == "collective" or op.row.time.is_free
 
 
 def _pinned(tensor: torch.Tensor) -> HostStorage | None:

@@ -227,6 +227,7 @@ def run(call: OpCall) -> Any:
         return result
 
 
+KINDS = dict.fromkeys(("c10d", "_c10d_functional", "_dtensor"), "collective")
 ROUTES = {"collective": run}
 ALLOCATES = [("torch/distributed/_functional_collectives.py", None, BUFFERS),
              ("torch/distributed/distributed_c10d.py", None, BUFFERS)]  # fmt: skip
