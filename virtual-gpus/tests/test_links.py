@@ -81,8 +81,9 @@ def test_a_new_kind_is_a_file_whose_figures_have_units_and_sources(tmp_path, mon
     bad |= dict.fromkeys(incomplete, "needs a value, a unit and a source")
     beside = [*figures.FOLDER.parent.glob("features/**/*.toml")]
     assert all(path.stem == "figures" or path.with_suffix(".py").exists() for path in beside) and len(beside) > 10
-    for file in (*figures.FOLDER.rglob("*.toml"), *beside):
-        figures.read(str(file))
+    tables = [figures.read(str(file)) for file in (*figures.FOLDER.rglob("*.toml"), *beside)]
+    named = [of_file["capabilities"].keys() for of_file in tables if "capabilities" in of_file]
+    assert len(named) == 2 and named[0] == named[1]  # a rule by compute capability has a row for each
     monkeypatch.setattr(figures, "FOLDER", tmp_path)
     table = '[sheet]\nsource = "a data sheet"\nunits = { size = "KiB", share = "of it" }\nsize = 2\npart.share = 3\n'
     (tmp_path / "shared.toml").write_text(table)

@@ -32,9 +32,6 @@ from virtual_gpus.versions import CUDNN_OF_WHEELS, NEWEST, Version
 Blocks = list[StorageAllocation]
 FLOAT = 4
 _FITTED, _HOST = figures.beside(__file__), added_on_host("product")
-# Compute capabilities for which PyTorch asks cuDNN's kernel first, also for wider heads: check_prefer_cudnn_attention
-# and check_cudnn_tensor_shapes in aten/src/ATen/native/transformers/cuda/sdp_utils.cpp.
-PREFERS_CUDNN = ((9, 0), (10, 0))
 _CUDNN_OWN: int = _FITTED["memory"]["cudnn"]
 
 
@@ -95,6 +92,11 @@ class AttentionCall:
         if not (may_share and self.gqa) or (same and key != value):
             return False
         return bool(key and value) and query % key == query % value == 0
+
+
+def rule(name: str, spec: GPUSpec) -> bool:
+    """What the figures say of the compute capability of `spec`."""
+    return _FITTED["capabilities"]["{}.{}".format(*spec.capability)][name]
 
 
 def must_be_deterministic() -> bool:
@@ -176,7 +178,7 @@ class Kernel:
         flops = 4 * heads * tiles * tile * tile * self.width * (fitted["backward"] if backward else 1)
         cores = precision in spec.tensor_cores
         share = fitted["share_on_cores" if cores else "share"]
-        if cores and self.bytes == 2 and list(spec.capability) in fitted["small_tensor_cores"]:
+        if cores and self.bytes == 2 and rule("small_tensor_cores", spec):
             share = fitted["share_of_products"] * reached.tensor
         share /= fitted["dropout"] if self.dropout else 1
         read = heads * (2 * self.rows + 2 * self.columns) * self.width * self.bytes
@@ -231,7 +233,7 @@ class Cudnn(Kernel):
     def _takes_sizes(call: AttentionCall) -> bool:
         """check_cudnn_tensor_shapes, where all numbers are."""
         pair = width, value_width = call.query.shape[-1], call.value.shape[-1]
-        wide = call.spec.capability in PREFERS_CUDNN
+        wide = rule("prefers_cudnn", call.spec)
         may_be_wider = wide and call.version >= versions.CUDNN_WIDE_HEADS
         newest = may_be_wider and cudnn_version(call.version) > versions.CUDNN_HAS_WIDE_HEADS
         limit = 256 if newest else 192 if wide and pair == (192, 128) else 128

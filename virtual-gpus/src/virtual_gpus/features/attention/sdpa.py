@@ -19,7 +19,7 @@ from virtual_gpus.clock.cost import moves
 from virtual_gpus.dispatch.copies import is_transformed
 from virtual_gpus.dispatch.operators import OpCall, Row
 from virtual_gpus.entrance import entrance
-from virtual_gpus.features.attention.kernels import FUSED, PREFERS_CUDNN, AttentionCall, Fused, cudnn_version
+from virtual_gpus.features.attention.kernels import FUSED, AttentionCall, Fused, cudnn_version, rule
 from virtual_gpus.features.attention.values import HALF, Mask, Parts, Scale, for_all_heads
 from virtual_gpus.features.autocast import casting
 from virtual_gpus.features.tensors.attributes import gpu_as_seen
@@ -109,7 +109,7 @@ def choose(call: AttentionCall) -> "type[Fused | Formula]":
 def order(spec: GPUSpec, version: Version = INSTALLED) -> list[SDPBackend]:
     """The kernels in the order in which they are asked (priority_order in sdp_utils.cpp)."""
     wanted = [SDPBackend(number) for number in torch._C._get_sdp_priority_order()]
-    prefers_cudnn = spec.capability in PREFERS_CUDNN and cudnn_version(version) > CUDNN_COMES_FIRST
+    prefers_cudnn = rule("prefers_cudnn", spec) and cudnn_version(version) > CUDNN_COMES_FIRST
     if os.environ.get("TORCH_CUDNN_SDPA_DEPRIORITIZED") == "1" or wanted[:3] != _ORDER or not prefers_cudnn:
         return wanted
     return [SDPBackend.CUDNN_ATTENTION, *_ORDER]
