@@ -7,7 +7,6 @@ have these names, which are all that the package knows of it:
     OPERATORS        by the base name of an operator ("mm"), or "_foreach_*" for all of these: its `operators.Row`
     KINDS            by namespace of operators: the kind that they are, if it is one of their own
     ROUTES           by kind of operator (`operators.Operator.kind`): what is done with one
-    LASTING          files of PyTorch whose calls into C++ make tensors once and fill them later
     ALLOCATES        functions that ask for GPU memory of one kind, each as a `timeline.peak.Allocator`
     TIMED            by the name in a row of `clock.measured` that is no operator: given its positional arguments, its
                      named ones and a device, what `measure` times
@@ -35,7 +34,6 @@ from virtual_gpus import settings
 from virtual_gpus.dispatch import operators, routes
 from virtual_gpus.machine import VirtualMachine
 from virtual_gpus.patches import captured, table
-from virtual_gpus.placement import creation_sites
 from virtual_gpus.timeline import peak
 
 MODULES: list[ModuleType] = [
@@ -60,7 +58,6 @@ def _merged(name: str) -> dict[Any, Any]:
 operators.ROWS.update(_merged("OPERATORS"))
 operators.KINDS.update(_merged("KINDS"))
 operators.ROUTES.update(routes.ROUTES | _merged("ROUTES"))
-creation_sites.LASTING.update(*_offered("LASTING"))
 TIMED = _merged("TIMED")
 settings.CHECKS += _offered("check_settings")
 peak.ALLOCATORS += [peak.Allocator(*row) for rows in _offered("ALLOCATES") for row in rows]

@@ -16,7 +16,6 @@ from virtual_gpus.threads import this_thread
 
 Site = tuple[int, int] | str
 ANY_TIME = "any time"  # of what is made once and filled later, as a backward pass does with zeros
-LASTING: set[str] = set()  # filled from above (`features`): files of PyTorch whose calls into C++ make such tensors
 
 
 def calling_site() -> Site:
@@ -24,8 +23,6 @@ def calling_site() -> Site:
     frame = calling_frame()
     if is_entrance(frame.f_code):
         return f"thread {threading.get_ident()}"  # gloo's, in which no Python instruction is running
-    if frame.f_code.co_filename in LASTING:
-        return ANY_TIME
     return id(frame), frame.f_lasti
 
 

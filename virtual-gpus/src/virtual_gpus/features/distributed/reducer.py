@@ -18,7 +18,6 @@ from virtual_gpus.timeline.peak import BUFFERS
 _raw_broadcast_coalesced: Any = getattr(torch.distributed, "_broadcast_coalesced", None)  # of builds with distributed
 _raw_verify: Any = getattr(torch.distributed, "_verify_params_across_processes", None)
 _on = entrance(place)
-LASTING = {torch.nn.parallel.distributed.__file__}  # the reducer's buckets
 ALLOCATES = [("nn/parallel/distributed.py", ("__init__", "_sync_module_states"), BUFFERS),
              ("virtual_gpus/features/distributed/reducer.py", None, BUFFERS)]  # fmt: skip
 
