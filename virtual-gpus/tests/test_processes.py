@@ -183,17 +183,20 @@ def two_steps(net, x, y, share=1):
     for _ in range(2):
         net.zero_grad()
         (((net(x) - y) ** 2).sum() * share).backward()
-    return [p.grad.cpu() for p in net.parameters()] + [b.cpu() for b in net.buffers()]
+    return [t.cpu() for t in (*(p.grad for p in net.parameters()), *net.buffers()) if t.is_floating_point()]
 
 
 def synchronized(rank):
-    found = []
+    """The same on each rank, and bytes."""
+    found, memory = [], []
     for shape, sizes, affine in NORMALIZED:
         net, *samples = normalized(shape, affine)
+        torch.cuda.reset_peak_memory_stats()
         net = DistributedDataParallel(nn.SyncBatchNorm.convert_sync_batchnorm(net).to("cuda"), device_ids=[rank])
         x, y = (part.split(sizes)[rank].to("cuda") for part in samples)
         found.append(two_steps(net, x, y, share=2))  # DDP takes the mean of two ranks
-    return found
+        memory.append((torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()))
+    return found, memory
 
 
 def in_two_ranks(rank):
@@ -208,12 +211,15 @@ def in_two_ranks(rank):
 
 
 def test_ddp_trains_as_one_process_does(capfd):
-    """SyncBatchNorm has the statistics of all samples. The same memory is needed without values, by a rank alone."""
+    """SyncBatchNorm has the statistics of all samples. Without values, and by a rank alone, memory is the same."""
     net = network()
     expected = training(net, *data())
     parameters = sum(p.nbytes for p in net.parameters())
     with virtual_gpus(2, memory="1 GiB"):
-        trained, norms = zip(*in_ranks(in_two_ranks, count=2), strict=True)
+        trained, normalizing = zip(*in_ranks(in_two_ranks, count=2), strict=True)
+    norms, taken = zip(*normalizing, strict=True)
+    with virtual_gpus(2, memory="1 GiB", shapes_only=True):
+        assert tuple(memory for _, memory in in_ranks(synchronized, count=2)) == taken
     losses = [sum(pair) / 2 for pair in zip(*(found[0][0] for found in trained), strict=True)]
     assert losses == pytest.approx(expected, rel=1e-5) and losses[-1] < losses[0]
     for rank, (first, again) in enumerate(trained):
@@ -222,6 +228,7 @@ def test_ddp_trains_as_one_process_does(capfd):
             dist.init_process_group("nccl")
             torch.cuda.set_device(rank)
             without_values = [found[1] for found in ddp(rank)]
+            assert synchronized(rank)[1] == taken[rank]
         assert again[:2] == (losses, memory) and without_values == [memory] * 2
         torch.testing.assert_close(weights, [p.detach() for p in net.parameters()])
         # weights, gradients and buckets: three times the parameters, and little more

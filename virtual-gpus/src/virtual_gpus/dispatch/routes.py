@@ -20,6 +20,7 @@ from virtual_gpus.placement.storages import former_gpu_of, gpu_of, has_storage, 
 from virtual_gpus.threads import seen, this_thread
 
 _CUDA, _CPU = torch._C.DispatchKey.CUDA, torch._C.DispatchKey.CPU
+_SIZED = {torch.Tag.dynamic_output_shape}  # whose result's size hangs on values
 _COMPOSITE = (torch._C.DispatchKey.CompositeExplicitAutograd, torch._C.DispatchKey.CompositeImplicitAutograd)
 
 
@@ -42,9 +43,8 @@ def particular(call: OpCall) -> Any:
     if not call.on_one_gpu and not resolve_common_device(call):
         with seen():
             return call.func._op_dk(_COMPOSITE[0], *call.args, **call.kwargs)
-    valueless.prepare(call)
     reads = op.needs_values and not op.row.size_is_known(call)
-    if reads and call.gpu.machine.shapes_only:
+    if reads and call.gpu.machine.shapes_only and not (_SIZED & op.tags and valueless.truth.value):
         charge_read(call)
         return valueless.value(call)
     is_dense = call.on_one_gpu or all(map(has_storage, call.tensors))  # CUDA has other kernels for sparse tensors

@@ -4,13 +4,19 @@ A floating-point value read from such a tensor is nan, which says "not known" an
 number or a truth value has no such word, so reading one raises.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Self
 
 import torch
+from torch.fx.experimental import _config
 
 from virtual_gpus import errors
 from virtual_gpus.dispatch.operators import OpCall
 from virtual_gpus.placement.storages import gpu_of, is_pinned, pin
+from virtual_gpus.threads import OfEachThread
+
+truth = OfEachThread[bool | None](None)  # see `assuming`
 
 # Else autograd takes it apart for meta tensors, and for no others. A product has its form. `torch.library` refuses it.
 _library = torch._C._dispatch_library("IMPL", "aten", "Meta")
@@ -18,7 +24,10 @@ _library.impl("mish_backward", "Meta", torch.mul)
 
 
 def prepare(call: OpCall) -> None:
-    """Turn CPU tensors that may meet a GPU's (indices, sources of a copy) into meta tensors; keep 0-dim ones."""
+    """Turn CPU tensors that a copy or a list may have beside a GPU's into meta tensors; keep 0-dim ones.
+
+    What others may have on the CPU (`Row.on_host`) stays there: the host reads it.
+    """
     if not call.on_one_gpu and call.gpu.machine.shapes_only:
         call.args = tuple(_as_shape(a) for a in call.args)
         call.kwargs = {k: _as_shape(v) for k, v in call.kwargs.items()}
@@ -32,8 +41,21 @@ def _as_shape(value: object) -> object:
     return value
 
 
+@contextmanager
+def assuming(answer: bool) -> Iterator[None]:
+    """Within it, as in checks of PyTorch's own, truth values that are not known are `answer`, those of a mask too."""
+    before, truth.value = truth.value, answer
+    try:
+        with _config.patch(meta_nonzero_assume_all_nonzero=answer):  # type: ignore  # PyTorch adds `patch` to the module
+            yield
+    finally:
+        truth.value = before
+
+
 def value(call: OpCall) -> float:
-    """The answer to `.item()` and its like: nan for a float, an error for everything else."""
+    """The answer to `.item()` and its like: nan for a float, what is assumed, or an error for everything else."""
+    if truth.value is not None and call.args[0].dtype is torch.bool:
+        return truth.value
     is_item = call.func._schema.returns[0].type.kind() == "NumberType"  # others give tensors and truth values
     if is_item and _has_nan(call.args[0]):
         return float("nan")

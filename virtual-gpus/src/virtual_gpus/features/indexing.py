@@ -15,6 +15,7 @@ from virtual_gpus.clock.work import Cost, Operation
 from virtual_gpus.dispatch.operators import OpCall, Row
 from virtual_gpus.dispatch.recipes import channels_first_copy, not_deterministic
 from virtual_gpus.dispatch.timing import charge_read, send
+from virtual_gpus.dispatch.valueless import truth
 from virtual_gpus.features.sorting import SORT, radix_sort
 from virtual_gpus.patches.table import Patch
 from virtual_gpus.placement.storages import gpu_of, is_pinned, nbytes
@@ -75,14 +76,14 @@ def _make_indices(call: OpCall) -> None:
     It stays where one number of the CPU goes to all of them (canDispatchToMaskedFill in TensorAdvancedIndexing.cpp)."""
     tensor, given, *others = call.args
     fills = bool(others) and others[0].numel() == 1 and gpu_of(others[0]) is None
-    indices: list[torch.Tensor | None] = []
+    indices, is_known = list[torch.Tensor | None](), truth.value or not call.gpu.machine.shapes_only
     for index in given:
         at, expanded = len(indices), [index]
         if index is not None and gpu_of(index) is None and not _is_mask(index):
             send(nbytes(index), None, call.gpu, is_pinned(index), blocking=True)
         elif index is not None and _is_mask(index) and gpu_of(index) is call.gpu and not fills:
             fits = index.dtype == torch.bool and index.shape == tensor.shape[at:][: index.dim()]
-            if call.gpu.machine.shapes_only or not fits:  # C++ warns of bytes and refuses other shapes
+            if not (fits and is_known):  # C++ warns of bytes and refuses other shapes
                 charge_read(call)
             else:
                 with seen():
@@ -97,9 +98,8 @@ def _is_mask(index: torch.Tensor | None) -> bool:
 
 
 def _are_integers(call: OpCall) -> bool:
-    """True if the indices say the size, not their values. The CPU's values are known, but for shapes only."""
-    taken = call.gpu.machine.shapes_only
-    return not any(_is_mask(index) and (taken or gpu_of(index) is not None) for index in call["indices"])
+    """True if the indices say the size, not their values, or the host has these."""
+    return not any(_is_mask(index) and gpu_of(index) is not None for index in call["indices"])
 
 
 def masked_select(call: OpCall) -> torch.Tensor:
