@@ -15,9 +15,7 @@ FOLDER = Path(features.__file__).parent
 BASE = {"cuda", "tensors"}
 FEATURES = {module.name for module in pkgutil.iter_modules(features.__path__)} - BASE
 # What else goes, because it imports the feature: no other feature may need one that is not named here.
-GO_TOO = {"autocast": {"attention", "rnn"}, "blas": {"conv", "data_parallel", "rnn"}, "indexing": {"embeddings"},
-          "reductions": {"conv", "losses"}, "sorting": {"embeddings", "indexing"},
-          "streams": {"accelerator"}}  # fmt: skip
+GO_TOO = {"autocast": {"attention", "rnn"}, "blas": {"conv", "data_parallel", "rnn"}, "streams": {"accelerator"}}
 # What a program may ask of a feature, and is refused without it.
 SETTINGS = {"races": {"check_races": True}, "compile": {"compile": "modelled"}, "multiprocessing": {"children": True},
             "distributed": {"rank": 0, "world_size": 2}}  # fmt: skip

@@ -8,12 +8,16 @@ long as its bytes: it reads its inputs and writes its results once. That is wron
 """
 
 from collections.abc import Callable, Iterable
+from math import prod
 from operator import attrgetter
 from typing import NamedTuple
 
+from virtual_gpus import figures
 from virtual_gpus.clock.work import Cost, Operand, Operation
 
 Formula, Bytes, Parts = Callable[[Operation], Cost], Callable[[Operation], float], Iterable[Operand]
+_SHARED = figures.read("shared.toml")
+SORT, REDUCTION, ROWS_TAKEN = (_SHARED[part] for part in ("sort", "reduction", "rows_taken"))
 all_bytes: Bytes = attrgetter("nbytes")  # of arguments and results
 
 
@@ -42,6 +46,12 @@ def bytes_of(operands: Parts) -> int:
     return sum(part.nbytes for part in operands)
 
 
+def named_bytes(operation: Operation) -> int:
+    """Of the slices that an index names."""
+    first, index, dim = *operation.inputs[:2], operation.arguments.get("dim", 0)
+    return first.nbytes // max(1, (first.shape or (1,))[dim]) * prod(index.shape)
+
+
 def moves(
     nbytes: Bytes = all_bytes, floor: float = 1, kernels: int = 1, share: float = 1.0, host: float | None = 0.0,
     is_fusible: bool = True,
@@ -59,3 +69,5 @@ READS_AND_WRITES = moves()
 COPIES = moves(lambda operation: 2 * operation.outputs[0].nbytes)  # reads as much as it writes
 FREE = moves(lambda operation: 0, 0, 0, is_fusible=False)._replace(is_free=True)
 CHARGED_ELSEWHERE = moves(lambda operation: 0, 0, 0, host=None, is_fusible=False)  # by the feature
+# Only the rows that are asked for, and the indices.
+TAKES = moves(lambda operation: 2 * bytes_of(operation.outputs) + bytes_of(operation.inputs[1:]), **ROWS_TAKEN)

@@ -14,9 +14,11 @@ import torch
 from torch._prims_common import alert_not_deterministic
 
 from virtual_gpus.dispatch.operators import OpCall
+from virtual_gpus.memory_model import reduction_scratch
 from virtual_gpus.placement.storages import CHANNELS_LAST, nbytes
 
 _CopyBytes, _Result = Callable[[torch.Tensor], int], torch.Tensor | tuple[torch.Tensor, ...]
+_THREADS = {torch.complex128: 256}  # max_reduce_threads in cuda/Reduce.cuh; 512 for others
 
 
 def packed_copy(tensor: torch.Tensor | None) -> int:
@@ -40,6 +42,28 @@ def packed_copies(call: OpCall, names: tuple[str, ...], copy_of: _CopyBytes = pa
 def packed(*names: str, copy_of: _CopyBytes = packed_copy) -> Callable[[OpCall], _Result]:
     """The recipe of a kernel that has its results first, then packed copies. names: of inputs, in their order."""
     return lambda call: call.run(*packed_copies(call, names, copy_of))
+
+
+def take_buffers(call: OpCall, tensor: torch.Tensor, partial_bytes: int) -> None:
+    """Take and give back what reducing `tensor` needs, along the call's dimensions if it has any, after the result."""
+    dims = call["dim"] if "dim" in call.op.positions else None
+    sizes = reduction_scratch(
+        tensor.shape,
+        call.gpu.spec,
+        (dims,) if isinstance(dims, int) else dims,
+        strides=tensor.stride(),
+        partial_bytes=partial_bytes,
+        threads=_THREADS.get(tensor.dtype, 512),
+    )
+    if any(sizes):  # of few numbers there are none
+        with call.scratch(*filter(None, sizes)):
+            pass
+
+
+def radix_sort(call: OpCall, count: int, size: int) -> None:
+    """Have buffers of `count` keys and values: the positions to sort along, and second copies of both."""
+    with call.scratch(count * size, 2 * count * size):
+        pass
 
 
 def not_deterministic(kernel: str, only_if: Callable[[OpCall], bool] = lambda call: True) -> Callable[[OpCall], None]:

@@ -10,12 +10,10 @@ from math import prod
 import torch
 
 from virtual_gpus import figures
-from virtual_gpus.clock.cost import OperatorClass, moves
+from virtual_gpus.clock.cost import ROWS_TAKEN, TAKES, OperatorClass, moves, named_bytes
 from virtual_gpus.clock.work import Cost, Operation
 from virtual_gpus.dispatch.operators import OpCall, Row
-from virtual_gpus.dispatch.recipes import not_deterministic, packed, packed_copies
-from virtual_gpus.features.indexing import ROWS_TAKEN, TAKES, named_bytes
-from virtual_gpus.features.sorting import radix_sort
+from virtual_gpus.dispatch.recipes import not_deterministic, packed, packed_copies, radix_sort
 from virtual_gpus.placement.storages import StorageAllocation, nbytes, put
 
 _FITTED = figures.beside(__file__)["backward"]

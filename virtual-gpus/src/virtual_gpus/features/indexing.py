@@ -10,13 +10,13 @@ from math import prod
 import torch
 
 from virtual_gpus import figures
+from virtual_gpus.clock import cost
 from virtual_gpus.clock.cost import CHARGED_ELSEWHERE, READS_AND_WRITES, Bytes, OperatorClass, Parts, bytes_of, moves
 from virtual_gpus.clock.work import Cost, Operation
 from virtual_gpus.dispatch.operators import OpCall, Row
-from virtual_gpus.dispatch.recipes import channels_first_copy, not_deterministic
+from virtual_gpus.dispatch.recipes import channels_first_copy, not_deterministic, radix_sort
 from virtual_gpus.dispatch.timing import charge_read, send
 from virtual_gpus.dispatch.valueless import truth
-from virtual_gpus.features.sorting import SORT, radix_sort
 from virtual_gpus.patches.table import Patch
 from virtual_gpus.placement.storages import gpu_of, is_pinned, nbytes
 from virtual_gpus.threads import seen, this_thread
@@ -177,19 +177,10 @@ def _scattered_bytes(operation: Operation) -> int:
     return prod(index.shape) * (index.itemsize + target.itemsize * passes)
 
 
-def named_bytes(operation: Operation) -> int:
-    """Of the slices that an index names."""
-    first, index, dim = *operation.inputs[:2], operation.arguments.get("dim", 0)
-    return first.nbytes // max(1, (first.shape or (1,))[dim]) * prod(index.shape)
-
-
-ROWS_TAKEN = _FITTED["rows_taken"]
-# Only the rows that are asked for, and the indices.
-TAKES = moves(lambda operation: 2 * bytes_of(operation.outputs) + bytes_of(operation.inputs[1:]), **ROWS_TAKEN)
 _ADDS = _writes(lambda operation: 2 * operation.inputs[-1].nbytes + bytes_of(operation.inputs[1:]))
 _COPIES = _writes(lambda operation: operation.inputs[-1].nbytes + bytes_of(operation.inputs[1:]))
-_WRITES_NAMED, _FILLS = _writes(_put_bytes, "indices", "accumulate"), _writes(named_bytes, "dim")
-_SORTS = moves(lambda operation: _SORTED * _number_of(operation.inputs[1:-1]), **SORT)
+_WRITES_NAMED, _FILLS = _writes(_put_bytes, "indices", "accumulate"), _writes(cost.named_bytes, "dim")
+_SORTS = moves(lambda operation: _SORTED * _number_of(operation.inputs[1:-1]), **cost.SORT)
 _PUTS = _WRITES_NAMED._replace(formula=_put_cost)
 _SCATTERS = _writes(_scattered_bytes, "reduce", "accumulate")
 _INTO_ZEROS = moves(lambda operation: operation.nbytes + bytes_of(operation.inputs), **_FITTED["into_zeros"])
@@ -201,7 +192,7 @@ _OF_REDUCED = not_deterministic("scatter_reduce_cuda_prod_", lambda call: call["
 _row = functools.partial(Row, READS_AND_WRITES)
 _indexed = functools.partial(Row, on_host={"indices"}, mixture=indices_elsewhere, size_is_known=_are_integers)
 OPERATORS = {
-    **dict.fromkeys(("index", "_unsafe_index"), _indexed(TAKES, index, waits=True)),
+    **dict.fromkeys(("index", "_unsafe_index"), _indexed(cost.TAKES, index, waits=True)),
     **dict.fromkeys(("index_put", "index_put_", "_index_put_impl_", "_unsafe_index_put"), _indexed(_PUTS, index_put)),
     "masked_select": Row(CHARGED_ELSEWHERE, masked_select, waits=True),
     **dict.fromkeys(("masked_scatter", "masked_scatter_"), Row(_CHOOSES, masked_scatter)),
@@ -209,7 +200,7 @@ OPERATORS = {
     "index_fill_": Row(_FILLS, on_host={"index"}),  # x[i] = 5, where C++ sees CPU tensors; on CUDA it is index_put_
     "repeat_interleave": Row(_REPEATS, repeat_interleave, size_is_known=lambda call: call["output_size"] is not None),
     "tensor_split": _row(on_host={"tensor_indices_or_sections"}),
-    **dict.fromkeys(("index_select", "gather", "take"), Row(TAKES)),
+    **dict.fromkeys(("index_select", "gather", "take"), Row(cost.TAKES)),
     "index_copy": Row(_COPIES),
     **dict.fromkeys(("index_add", "scatter_add"), Row(_ADDS)),
     **dict.fromkeys(("select_backward", "slice_backward", "unfold_backward"), Row(_INTO_ZEROS)),

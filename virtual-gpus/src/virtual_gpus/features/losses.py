@@ -12,8 +12,7 @@ from virtual_gpus.arithmetic import ceil_div
 from virtual_gpus.clock.cost import READS_AND_WRITES, OperatorClass, bytes_of
 from virtual_gpus.clock.work import Cost, Operation
 from virtual_gpus.dispatch.operators import OpCall, Row
-from virtual_gpus.dispatch.recipes import channels_first_copy, not_deterministic, packed, packed_copies
-from virtual_gpus.features.reductions import take_buffers
+from virtual_gpus.dispatch.recipes import channels_first_copy, not_deterministic, packed, packed_copies, take_buffers
 from virtual_gpus.patches.table import Patch
 from virtual_gpus.placement.storages import StorageAllocation, gpu_of, nbytes, put
 

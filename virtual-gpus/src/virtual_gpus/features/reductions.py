@@ -10,32 +10,13 @@ from math import prod
 import torch
 
 from virtual_gpus import figures
-from virtual_gpus.clock.cost import CHARGED_ELSEWHERE, READS_AND_WRITES, OperatorClass, moves
+from virtual_gpus.clock.cost import CHARGED_ELSEWHERE, READS_AND_WRITES, REDUCTION, OperatorClass, moves
 from virtual_gpus.clock.work import Cost, Operation
 from virtual_gpus.dispatch.operators import OpCall, Row
-from virtual_gpus.dispatch.recipes import channels_first_copy, packed
-from virtual_gpus.memory_model import reduction_scratch
+from virtual_gpus.dispatch.recipes import channels_first_copy, packed, take_buffers
 from virtual_gpus.threads import seen
 
 _FITTED, _HALVES = figures.beside(__file__), (torch.float16, torch.bfloat16)
-_THREADS = {torch.complex128: 256}  # max_reduce_threads in cuda/Reduce.cuh; 512 for others
-REDUCTION = _FITTED["reduction"]  # convolutions have a sum on the way
-
-
-def take_buffers(call: OpCall, tensor: torch.Tensor, partial_bytes: int) -> None:
-    """Take and give back what reducing `tensor` needs, along the call's dimensions if it has any, after the result."""
-    dims = call["dim"] if "dim" in call.op.positions else None
-    sizes = reduction_scratch(
-        tensor.shape,
-        call.gpu.spec,
-        (dims,) if isinstance(dims, int) else dims,
-        strides=tensor.stride(),
-        partial_bytes=partial_bytes,
-        threads=_THREADS.get(tensor.dtype, 512),
-    )
-    if any(sizes):  # of few numbers there are none
-        with call.scratch(*filter(None, sizes)):
-            pass
 
 
 def after_cast(call: OpCall, widens: bool = True) -> tuple[torch.Tensor, torch.Tensor]:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from virtual_gpus import figures
-from virtual_gpus.clock.cost import READS_AND_WRITES, OperatorClass, moves
+from virtual_gpus.clock.cost import READS_AND_WRITES, SORT, OperatorClass, moves
 from virtual_gpus.clock.work import Cost, Operation
 from virtual_gpus.dispatch.operators import OpCall, Row
 from virtual_gpus.dispatch.recipes import channels_first_copy, not_deterministic, packed, packed_copies
@@ -19,15 +19,8 @@ from virtual_gpus.placement.storages import StorageAllocation, nbytes, put
 from virtual_gpus.threads import below
 
 _FITTED = figures.beside(__file__)
-SORT = _FITTED["sort"]  # other features sort on the way
 # Rows that are sorted in shared memory; that fill a GPU one by one; so many that all are segments (SortStable.cu).
 _SHORT, _LONG, _MANY = 4096, 1_000_000, 128
-
-
-def radix_sort(call: OpCall, count: int, size: int) -> None:
-    """Have buffers of `count` keys and values: the positions to sort along, and second copies of both."""
-    with call.scratch(count * size, 2 * count * size):
-        pass
 
 
 def _sort_buffers(tensor: torch.Tensor, dim: int) -> list[int]:
