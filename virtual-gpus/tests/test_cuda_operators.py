@@ -84,6 +84,8 @@ def test_sorts_scans_searches_and_distances_take_the_buffers_of_cuda_s_kernels(g
         (rows.sort, [size, 2 * size, 2 * size, 3 * size]), (line.sort, [4 << 16, 8 << 16, 8 << 16, 12 << 16]),
         (few.sort, [1 << 18, 1 << 19, 1 << 19, 1 << 19, 1 << 18, 3 << 18]), (short.sort, [4 << 12, 8 << 12, 8 << 12]),
         (line.median, [4 << 16, 8 << 16, 8 << 16, 12 << 16, 512]), (lambda: rows.t().kthvalue(1), [32768, 65536, size]),
+        (lambda: torch.randperm(8192, device=gpu), [65536, 65536, 32768]),
+        (lambda: torch.randperm(1 << 16, device=gpu), [*[8 << 16] * 4, 16 << 16]),
         (lambda: rows.t().cumsum(1), [size, size]), (lambda: rows.t().cummax(1), [size, 2 * size, size]),
         (lambda: rows.count_nonzero(), [size // 4, 512, 2 * size]), (lambda: rows.t().argmax(), [512, size]),
         (lambda: rows.masked_scatter(mask, rows), [size, 2 * size, size // 4]),
@@ -245,6 +247,7 @@ def test_what_cuda_casts_finds_or_grows_first_is_in_memory_and_on_the_clock():
             (lambda: torch.equal(x, x.clone()), 4 + 1), (lambda: torch.mm(x, x, out=out), 4 + 32),
         ):  # fmt: skip
             assert wanted <= peak_of(work)[1] / MIB < wanted + 0.2
+        assert sizes_of(flat.nonzero) == [512, 8 * MIB, 512]  # how many first, last what cub has (cuda/Nonzero.cu)
     assert {"_to_copy", "nonzero", "eq", "all"} <= {span.name for span in timeline.spans}
 
 

@@ -144,6 +144,7 @@ def test_queries():
     assert torch.cuda.get_device_name(2) == "NVIDIA H200" and torch.cuda.get_device_capability() == (9, 0)
     assert torch.cuda.can_device_access_peer(0, 1) and torch.cuda.is_bf16_supported()
     assert torch.cuda.get_arch_list() == ["sm_90"] and torch.get_device_module() is torch.cuda
+    assert repr(torch.cuda.default_stream(1)) == "<torch.cuda.Stream device=cuda:1 cuda_stream=0x0>"
     torch.cuda.synchronize(2)
     torch.accelerator.synchronize()
 

@@ -28,12 +28,9 @@ def create(call: OpCall) -> Any:
     call.kwargs = {**call.kwargs, "device": target.machine.tensor_device}
     allocation = None
     valueless.prepare(call)
-    if source is None and not target.machine.shapes_only:
+    if source is None and not target.machine.shapes_only and call.op.row.recipe is None:
         allocation = _allocation_before_filling(call)
-    result = call.compute()
-    if allocation is not None:
-        put(result, allocation)
-    call.place(result)
+    result = call.op.recipe(call) if allocation is None else call.place(put(call.compute(), allocation))
     charge_op(call, result)
     return result
 

@@ -5,6 +5,7 @@ second copy of numbers and positions of cub's radix sort.
 """
 
 from functools import partial
+from math import log
 from typing import Any
 
 import torch
@@ -108,6 +109,23 @@ def histc(call: OpCall) -> torch.Tensor:
         return call.place(torch.histc(x.double(), call["bins"], call["min"], call["max"]).to(x.dtype))
 
 
+def nonzero(call: OpCall) -> torch.Tensor:
+    """A packed copy and the number of places before the result, cub's storage after it (cuda/Nonzero.cu): one block."""
+    with call.scratch(*packed_copies(call, ("self",), channels_first_copy), 4):
+        return call.run(1)
+
+
+def randperm(call: OpCall) -> torch.Tensor:
+    """Numbers in order and random keys, unsorted and sorted; cub's second copy of both (cuda/Randperm.cu)."""
+    n, given = call["n"], call["out"] if call.op.outputs else None
+    size = (given.dtype if given is not None else call.kwargs.get("dtype") or torch.int64).itemsize
+    key = 4 if n - (6 * n * n + 1) / (12 * log(0.9)) <= 1 << 32 else 8  # of as many bits as make them differ
+    own = StorageAllocation(call.gpu, n * size) if given is None else None
+    with call.scratch(*filter(None, [n * size, n * key, n * key, n * (key + size)])):
+        pass
+    return call.run() if own is None else put(call.compute(), own)
+
+
 def _median_cost(operation: Operation) -> Cost:
     """Of all numbers, that of a sort."""
     return (READS_AND_WRITES if "dim" in operation.arguments else _SORTS).formula(operation)
@@ -126,9 +144,9 @@ OPERATORS = {
     **dict.fromkeys(("kthvalue", "mode"), Row(READS_AND_WRITES, _packed("self"))),
     **dict.fromkeys(("searchsorted", "bucketize"), Row(READS_AND_WRITES, all_packed)),
     "_unique2": Row(_SORTS, unique),
-    **dict.fromkeys(("unique_dim", "randperm"), Row(_SORTS)),
-    # Found places, with the number of them first, for which the host waits (cuda/Nonzero.cu).
-    "nonzero": Row(_FINDS, _packed("self")),
+    "unique_dim": Row(_SORTS),
+    "randperm": Row(_SORTS, randperm),
+    "nonzero": Row(_FINDS, nonzero),
     "unique_consecutive": Row(_FINDS, unique),
     "multinomial": Row(moves(**_FITTED["multinomial"]), multinomial),
     "bincount": Row(READS_AND_WRITES, check=_BINCOUNT),

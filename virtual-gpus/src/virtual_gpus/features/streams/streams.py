@@ -116,7 +116,7 @@ class Stream:
         return hash((self.device_index, self.stream_id))
 
     def __repr__(self) -> str:
-        return f"torch.cuda.Stream(device=cuda:{self.device_index}, stream_id={self.stream_id})"
+        return f"<torch.cuda.Stream device={self.device} cuda_stream={self.cuda_stream:#x}>"
 
 
 class ExternalStream(Stream):
