@@ -9,7 +9,7 @@ import torch
 from measuring import recorded
 from virtual_gpus import active_machine, record_timeline, virtual_gpus
 from virtual_gpus.clock.clock import Clock, Track
-from virtual_gpus.clock.work import Operand, Operation, added_on_host
+from virtual_gpus.clock.work import Operand, Operation
 from virtual_gpus.dispatch.operators import ROWS, cost
 from virtual_gpus.features.data_parallel.parallel import ConcurrentThreads
 from virtual_gpus.gpus import kinds, spec
@@ -48,12 +48,6 @@ def test_a_gpu_is_busy_for_the_sum_of_its_kernels_whatever_goes_first():
             total += seconds
         end, busy = max(clock.mark(0, stream) for stream in range(4)), list(clock.tracks[0].busy)
         assert end > total - 1e-9 and (seed % 4 or sum(busy[1::2]) - sum(busy[::2]) == pytest.approx(total) == end)
-
-
-def test_a_row_of_the_host_s_times_that_is_not_there_is_refused_where_a_feature_names_it():
-    assert added_on_host("product") == pytest.approx(8e-6)
-    with pytest.raises(ValueError, match="no row 'produkt' in .* It has product, convolution, tensor"):
-        added_on_host("produkt")
 
 
 def test_threads_of_one_interpreter_slow_each_other_down_and_autograds_do_not():

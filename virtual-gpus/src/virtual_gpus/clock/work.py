@@ -5,11 +5,9 @@ from math import prod
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from virtual_gpus import figures
 from virtual_gpus.gpus import GPUSpec, Precision
 
 BYTES: dict[Precision, int] = {"fp64": 8, "fp32": 4, "tf32": 4, "fp16": 2, "bf16": 2}  # of a number, by precision
-_ADDED = figures.read("host.toml")["added"]
 
 
 class Operand(NamedTuple):
@@ -40,20 +38,10 @@ class Operand(NamedTuple):
         return max(self.strides[-2:]) if len(self.strides) > 1 else self.shape[-1]
 
 
-def added_on_host(row: str) -> float:
-    """Seconds that operators take on the host beyond others: a row of [added] in `figures/host.toml`.
-
-    Raises ValueError for another row, and names those that are there. A feature asks when it is imported.
-    """
-    if row not in _ADDED:
-        raise ValueError(f"figures/host.toml has no row {row!r} in [added]. It has {', '.join(_ADDED)}.")
-    return _ADDED[row]
-
-
 class Cost(NamedTuple):
     """seconds: of all its kernels on the GPU. kernels: how many the host starts.
 
-    host: seconds that it takes on the host beyond other operators (`added_on_host`). None: the feature charges for it.
+    host: seconds that it takes on the host beyond other operators. None: the feature charges for it.
     """
 
     seconds: float

@@ -9,6 +9,7 @@ from one number, as after `loss.sum()`. Sources: `contiguous` and `expect_contig
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch._prims_common import alert_not_deterministic
@@ -42,6 +43,9 @@ def packed_copies(call: OpCall, names: tuple[str, ...], copy_of: _CopyBytes = pa
 def packed(*names: str, copy_of: _CopyBytes = packed_copy) -> Callable[[OpCall], _Result]:
     """The recipe of a kernel that has its results first, then packed copies. names: of inputs, in their order."""
     return lambda call: call.run(*packed_copies(call, names, copy_of))
+
+
+channels_first = partial(packed, copy_of=channels_first_copy)
 
 
 def take_buffers(call: OpCall, tensor: torch.Tensor, partial_bytes: int) -> None:

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 
 from virtual_gpus import errors, figures
-from virtual_gpus.clock.cost import READS_AND_WRITES, OperatorClass, moves
-from virtual_gpus.clock.work import BYTES, Cost, Operation, added_on_host
+from virtual_gpus.clock.cost import PRODUCT_ON_HOST, READS_AND_WRITES, OperatorClass, moves
+from virtual_gpus.clock.work import BYTES, Cost, Operation
 from virtual_gpus.dispatch.half_precision import widened
 from virtual_gpus.dispatch.operators import OpCall, Row
 from virtual_gpus.gpus import GPUSpec, Precision
@@ -34,7 +34,6 @@ _PRODUCTS, _OF_VECTORS = (figures.beside(__file__)[part] for part in ("products"
 _LT_TYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 Tiles = tuple[tuple[int, int, float], ...]  # rows, columns, and the share of the peak that they reach
 stands_in_for: OfEachThread[object] = OfEachThread(None)  # the replica of DataParallel whose thread this one is
-_HOST = added_on_host("product")
 _FIRST_TWO, _LAST_TWO, _NONE = slice(0, 2), slice(1, 3), slice(0)  # where an operator's two matrices are
 
 
@@ -154,7 +153,7 @@ def copied_bytes(matrix: torch.Tensor) -> int:
 
 
 def with_workspace(call: OpCall, kernel: str = "", matrices: slice = _NONE, lt: bool = False) -> torch.Tensor:
-    """Have the result, then copies of matrices that cuBLAS cannot read, and its workspace: none if it is empty.
+    """Compute the result, then copy the matrices that cuBLAS cannot read and take its workspace, unless it is empty.
 
     kernel: the name in NotImplementedError, which it raises for whole numbers (ATen/native/cuda/Blas.cpp), if it does.
     matrices: where they are among the arguments, if they or a given result may need a copy. lt: if cublasLt multiplies.
@@ -217,12 +216,12 @@ def _matrices(operation: Operation, bias: int = 0) -> Cost:
     sizes, precision = (first.shape[-2], second.shape[-1], first.shape[-1], count), operation.precision
     precision = "fp16" if first.itemsize == 1 else precision  # of int8 and fp8: up to twice as fast on a real GPU
     seconds, kernels = product(operation.spec, *sizes, precision, with_bias, aligned, operation.parts)
-    return Cost(seconds, kernels, _HOST)
+    return Cost(seconds, kernels, PRODUCT_ON_HOST)
 
 
 _PRODUCT = OperatorClass(_matrices, is_fusible=False, tf32_setting="matmul", depends_on_strides=True)
 _ADDED = _PRODUCT._replace(formula=lambda operation: _matrices(operation, bias=1))
-_VECTOR = moves(is_fusible=False, host=_HOST, **_OF_VECTORS)
+_VECTOR = moves(is_fusible=False, host=PRODUCT_ON_HOST, **_OF_VECTORS)
 _of = functools.partial(functools.partial, with_workspace)  # the recipe, with what it needs of an operator
 OPERATORS = {
     "mm": Row(_PRODUCT, _of(kernel="addmm_cuda", matrices=_FIRST_TWO), cpu_kernel=_in_its_type),

@@ -16,7 +16,7 @@ from torch.utils._foreach_utils import Indices, TensorListList
 from virtual_gpus import errors, figures
 from virtual_gpus.arithmetic import ceil_div
 from virtual_gpus.clock.cost import OperatorClass, bytes_of
-from virtual_gpus.clock.work import Cost, Operation, added_on_host
+from virtual_gpus.clock.work import Cost, Operation
 from virtual_gpus.dispatch import timing, valueless
 from virtual_gpus.dispatch.copies import lie_alike
 from virtual_gpus.dispatch.lists import columns_of, place_rows
@@ -27,7 +27,7 @@ from virtual_gpus.patches.table import Patch
 from virtual_gpus.placement.storages import device_of, gpu_of, tensors_in
 
 _CHUNK, _CHUNKS = 65536, 320  # elements, and chunks of a launch (aten/src/ATen/native/cuda/MultiTensorApply.cuh)
-_FITTED, _TENSOR = figures.beside(__file__)["lists"], added_on_host("tensor")
+_FITTED = figures.beside(__file__)["lists"]
 _elements, _itemsize = torch.Tensor.numel, torch.Tensor.element_size
 _raw_group = torch.utils._foreach_utils._group_tensors_by_device_and_dtype
 _Groups = dict[tuple[torch.device, torch.dtype], tuple[TensorListList, Indices]]
@@ -121,7 +121,7 @@ def _lists(operation: Operation) -> Cost:
     is_kept = operation.in_place and not operation.arguments.get("grad_scale", True)
     nbytes = operation.nbytes - (bytes_of(operation.outputs[first : 2 * first]) if is_kept else 0)
     seconds = operation.reading(nbytes, fitted["share_in_place" if operation.in_place else "share"])
-    return Cost(kernels * operation.kernel + seconds, kernels, _TENSOR * sum(operation.lists))
+    return Cost(kernels * operation.kernel + seconds, kernels, fitted["host"] * sum(operation.lists))
 
 
 def norms(call: OpCall) -> Any:

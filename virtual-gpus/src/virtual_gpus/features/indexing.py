@@ -26,7 +26,7 @@ _SORTED = 2 * (8 + 8)  # bytes that a sort reads and writes: an int64 and where 
 _raw_one_hot = torch._C._nn.one_hot
 
 
-def _copies(call: OpCall) -> list[int]:
+def _index_copies(call: OpCall) -> list[int]:
     """Bytes of the int64 indices that CUDA makes of those of the CPU, and of int32 (TensorAdvancedIndexingUtils.h)."""
     given = [index for index in call["indices"] if index is not None and not _is_mask(index)]
     return [8 * index.numel() for index in given if index.dtype != torch.int64 or gpu_of(index) is None]
@@ -35,7 +35,7 @@ def _copies(call: OpCall) -> list[int]:
 def index(call: OpCall) -> torch.Tensor:
     """The copies of indices come before the result."""
     _make_indices(call)
-    with call.scratch(*_copies(call)):
+    with call.scratch(*_index_copies(call)):
         return call.run()
 
 
@@ -45,13 +45,13 @@ def index_put(call: OpCall) -> torch.Tensor:
     PyTorch's formula copies them only because a dispatch mode is on: the result takes their block over."""
     _make_indices(call)
     if not call["accumulate"]:
-        return call.run(*_copies(call))
+        return call.run(*_index_copies(call))
     target, values, indices = call["self"], call["values"], call["indices"]
     count = prod(torch.broadcast_shapes(*(index.shape for index in indices if index is not None)))
     whole = count * prod(size for size, index in zip_longest(target.shape, indices) if index is None)
     copies = [channels_first_copy(values) if values.numel() >= whole else whole * values.itemsize]
     in_place = this_thread.in_backward and call.op.base == "index_put"
-    with call.scratch(*_copies(call), 8 * count, *filter(None, copies), 8 * count, 8 * count):
+    with call.scratch(*_index_copies(call), 8 * count, *filter(None, copies), 8 * count, 8 * count):
         radix_sort(call, count, 8)
         return call.run_in_place(target) if in_place else call.run()
 

@@ -13,7 +13,7 @@ from virtual_gpus import figures
 from virtual_gpus.clock.cost import CHARGED_ELSEWHERE, READS_AND_WRITES, REDUCTION, OperatorClass, moves
 from virtual_gpus.clock.work import Cost, Operation
 from virtual_gpus.dispatch.operators import OpCall, Row
-from virtual_gpus.dispatch.recipes import channels_first_copy, packed, take_buffers
+from virtual_gpus.dispatch.recipes import channels_first, channels_first_copy, take_buffers
 from virtual_gpus.threads import seen
 
 _FITTED, _HALVES = figures.beside(__file__), (torch.float16, torch.bfloat16)
@@ -129,7 +129,7 @@ OPERATORS = {
     "trace": Row(CHARGED_ELSEWHERE, trace),
     "count_nonzero": Row(CHARGED_ELSEWHERE, count_nonzero),
     **dict.fromkeys(("cumsum", "cumprod"), Row(_SCAN, scan)),
-    **dict.fromkeys(_INDEXED_SCANS, Row(_SCAN, packed("self", copy_of=channels_first_copy))),
+    **dict.fromkeys(_INDEXED_SCANS, Row(_SCAN, channels_first("self"))),
     "equal": Row(CHARGED_ELSEWHERE, partial(compared, torch.eq), waits=True),
     "allclose": Row(CHARGED_ELSEWHERE, partial(compared, torch.isclose), waits=True),
     "_local_scalar_dense": Row(CHARGED_ELSEWHERE),  # all that it takes is that the host waits

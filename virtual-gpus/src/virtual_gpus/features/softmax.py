@@ -1,7 +1,6 @@
 """Softmax on CUDA: memory, time, and halves (aten/src/ATen/native/cuda/SoftMax.cu)."""
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -9,7 +8,7 @@ import torch
 from virtual_gpus import figures
 from virtual_gpus.clock.cost import moves
 from virtual_gpus.dispatch.operators import OpCall, Row
-from virtual_gpus.dispatch.recipes import channels_first_copy, packed, packed_copies
+from virtual_gpus.dispatch.recipes import channels_first, channels_first_copy, packed_copies
 from virtual_gpus.patches.table import Patch
 from virtual_gpus.placement.storages import gpu_of, nbytes
 
@@ -47,12 +46,11 @@ def one_kernel(owner: Any, name: str) -> Callable[..., torch.Tensor]:
     return answer
 
 
-_packed = partial(packed, copy_of=channels_first_copy)
 _FORWARD, _BACKWARD = moves(**_FITTED["softmax"]), moves(**_FITTED["softmax_backward"])
 OPERATORS = {
-    **dict.fromkeys(("_softmax", "_log_softmax"), Row(_FORWARD, _packed("self"), cpu_kernel=_of_halves)),
+    **dict.fromkeys(("_softmax", "_log_softmax"), Row(_FORWARD, channels_first("self"), cpu_kernel=_of_halves)),
     "_softmax_backward_data": Row(_BACKWARD, softmax_backward, cpu_kernel=_of_halves),
-    "_log_softmax_backward_data": Row(_BACKWARD, _packed("grad_output", "output"), cpu_kernel=_of_halves),
+    "_log_softmax_backward_data": Row(_BACKWARD, channels_first("grad_output", "output"), cpu_kernel=_of_halves),
 }
 _PAIRS = [(owner, name) for owner in (torch, torch.Tensor, torch.special) for name in ("softmax", "log_softmax")]
 _PATCHES: list[Patch] = [(*pair, one_kernel(*pair)) for pair in _PAIRS]

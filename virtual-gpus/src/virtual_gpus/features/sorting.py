@@ -4,7 +4,6 @@ Sources: in aten/src/ATen/native/cuda, SortStable.cu and those at each function.
 second copy of numbers and positions of cub's radix sort.
 """
 
-from functools import partial
 from math import log
 from typing import Any
 
@@ -14,7 +13,7 @@ from virtual_gpus import figures
 from virtual_gpus.clock.cost import READS_AND_WRITES, SORT, OperatorClass, moves
 from virtual_gpus.clock.work import Cost, Operation
 from virtual_gpus.dispatch.operators import OpCall, Row
-from virtual_gpus.dispatch.recipes import channels_first_copy, not_deterministic, packed, packed_copies
+from virtual_gpus.dispatch.recipes import channels_first, channels_first_copy, not_deterministic, packed_copies
 from virtual_gpus.dispatch.timing import charge_read
 from virtual_gpus.placement.storages import StorageAllocation, nbytes, put
 from virtual_gpus.threads import below
@@ -133,7 +132,6 @@ def _median_cost(operation: Operation) -> Cost:
 
 _SORTS, _FINDS = moves(**SORT), moves(lambda operation: 2 * operation.nbytes, **_FITTED["nonzero"])
 _MEDIANS = OperatorClass(_median_cost, arguments=("dim",))
-_packed = partial(packed, copy_of=channels_first_copy)
 _MEDIAN = not_deterministic("median CUDA with indices output", lambda call: len(call.func._schema.returns) == 2)
 _BINCOUNT = not_deterministic("_bincount_cuda", lambda call: call["weights"] is not None)
 _HISTC = not_deterministic("_histc_cuda with floating point input", lambda call: call["self"].is_floating_point())
@@ -141,7 +139,7 @@ OPERATORS = {
     **dict.fromkeys(("sort", "argsort"), Row(_SORTS, sort)),
     "topk": Row(_SORTS, topk),
     **dict.fromkeys(("median", "nanmedian"), Row(_MEDIANS, median, _MEDIAN)),
-    **dict.fromkeys(("kthvalue", "mode"), Row(READS_AND_WRITES, _packed("self"))),
+    **dict.fromkeys(("kthvalue", "mode"), Row(READS_AND_WRITES, channels_first("self"))),
     **dict.fromkeys(("searchsorted", "bucketize"), Row(READS_AND_WRITES, all_packed)),
     "_unique2": Row(_SORTS, unique),
     "unique_dim": Row(_SORTS),

@@ -20,7 +20,8 @@ from torch.nn.attention import SDPBackend
 
 from virtual_gpus import figures, versions
 from virtual_gpus.arithmetic import ceil_div, rounded_up
-from virtual_gpus.clock.work import Cost, added_on_host
+from virtual_gpus.clock.cost import PRODUCT_ON_HOST
+from virtual_gpus.clock.work import Cost
 from virtual_gpus.dispatch.operators import OpCall
 from virtual_gpus.dispatch.timing import precision_of
 from virtual_gpus.features.attention.values import HALF, Mask, Numbers, Parts, Scale
@@ -31,7 +32,7 @@ from virtual_gpus.versions import CUDNN_OF_WHEELS, NEWEST, Version
 
 Blocks = list[StorageAllocation]
 FLOAT = 4
-_FITTED, _HOST = figures.beside(__file__), added_on_host("product")
+_FITTED = figures.beside(__file__)
 _CUDNN_OWN: int = _FITTED["memory"]["cudnn"]
 
 
@@ -161,7 +162,7 @@ class Kernel:
     def strides(self, like: Tensor, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Of the output or a gradient of `shape`, made for the input `like`: packed, in the order of its dimensions."""
         is_expanded = 0 in like.stride()
-        return packed(range(4) if is_expanded else sorted(range(4), key=lambda dim: -like.stride(dim)), shape)
+        return packed_strides(range(4) if is_expanded else sorted(range(4), key=lambda dim: -like.stride(dim)), shape)
 
     def results(self, out: Tensor, lse: Tensor, seed: Tensor | None, blocks: Blocks) -> tuple[Any, ...]:
         """What the operator returns. seed: None without dropout. blocks: of the random numbers' seed and offset."""
@@ -184,12 +185,12 @@ class Kernel:
         read = heads * (2 * self.rows + 2 * self.columns) * self.width * self.bytes
         seconds = max(flops / (spec.flops_of(precision) * share), spec.seconds_to_move(read))
         if not backward:
-            return Cost(seconds + fitted["floor"] * reached.kernel, 1, _HOST)
+            return Cost(seconds + fitted["floor"] * reached.kernel, 1, PRODUCT_ON_HOST)
         seconds += spec.seconds_to_move(2 * read)
-        return Cost(seconds + fitted["floor_backward"] * reached.kernel, 1 + fitted["other_kernels"], _HOST)
+        return Cost(seconds + fitted["floor_backward"] * reached.kernel, 1 + fitted["other_kernels"], PRODUCT_ON_HOST)
 
 
-def packed(order: Iterable[int], shape: tuple[int, ...]) -> tuple[int, ...]:
+def packed_strides(order: Iterable[int], shape: tuple[int, ...]) -> tuple[int, ...]:
     """Strides of a tensor whose dimensions lie in memory in this order, the first one outermost."""
     strides, step = [0] * len(shape), 1
     for dim in reversed(list(order)):
@@ -393,7 +394,7 @@ class Efficient(Kernel):
 
     def strides(self, like: Tensor, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Of the output or a gradient of `shape`: packed as (N, rows, heads, width)."""
-        return packed((0, 2, 1, 3), shape)
+        return packed_strides((0, 2, 1, 3), shape)
 
     def results(self, out: Tensor, lse: Tensor, seed: Tensor | None, blocks: Blocks) -> tuple[Any, ...]:
         """What the operator returns. The random numbers' seed and offset are on the host."""

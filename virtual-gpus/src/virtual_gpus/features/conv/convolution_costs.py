@@ -9,13 +9,13 @@ from math import prod
 from virtual_gpus import figures
 from virtual_gpus.arithmetic import rounded_up
 from virtual_gpus.clock.cost import REDUCTION
-from virtual_gpus.clock.work import Cost, Operand, Operation, added_on_host
+from virtual_gpus.clock.work import Cost, Operand, Operation
 from virtual_gpus.features.blas import in_tiles
 from virtual_gpus.features.conv.convolution_choice import DECIDING, choose, is_depthwise
 from virtual_gpus.features.conv.workspaces import tiles_of_window
 
 _FITTED = figures.beside(__file__)["time"]
-_TILES, _HOST = tuple(map(tuple, _FITTED["tiles"])), added_on_host("convolution")
+_TILES, _HOST = tuple(map(tuple, _FITTED["tiles"])), _FITTED["host"]
 
 
 class _Convolution:

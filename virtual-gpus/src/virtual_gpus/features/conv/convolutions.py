@@ -81,7 +81,7 @@ def _try(gpu: VirtualGPU, size: int) -> None:
             return  # another kernel needs less
 
 
-def _packed(copies: scratch, tensor: Tensor, layout: torch.memory_format) -> None:
+def _hold_copy(copies: scratch, tensor: Tensor, layout: torch.memory_format) -> None:
     """Have a packed copy of `tensor` until `copies` closes, unless it has this layout already."""
     if not tensor.is_contiguous(memory_format=layout):
         copies.take(nbytes(tensor))
@@ -98,9 +98,9 @@ def convolution(call: OpCall) -> Tensor:
         return call.run()
     result, (on_cudnn, layout) = call.compute(), _kernels(call, x, weight)
     with call.scratch() as copies:
-        _packed(copies, x, layout)
+        _hold_copy(copies, x, layout)
         result = call.place(result.contiguous(memory_format=layout))  # the CPU's picks its own
-        _packed(copies, weight, layout)
+        _hold_copy(copies, weight, layout)
         if on_cudnn:
             step = workspaces.data_gradient if call["transposed"] else workspaces.forward
             _with_cudnn(call.gpu, step, _shape(call, x, weight, result, layout))
@@ -128,19 +128,19 @@ def _cudnn_gradients(call: OpCall, for_x: MaybeTensor, for_weight: MaybeTensor, 
     packed = call["transposed"] or _lies_last(grad.shape, grad.stride()) is not last
     with call.scratch() as copies, call.scratch() as held:
         if for_weight is not None:
-            _packed(held, x, layout)
+            _hold_copy(held, x, layout)
         if packed:
-            _packed(held, grad, CHANNELS_LAST[x.dim()] if last else torch.contiguous_format)
+            _hold_copy(held, grad, CHANNELS_LAST[x.dim()] if last else torch.contiguous_format)
         if for_x is not None:
             call.place(for_x)
-            _packed(copies, weight, layout)
+            _hold_copy(copies, weight, layout)
             if not packed:
-                _packed(copies, grad, layout)
+                _hold_copy(copies, grad, layout)
             _with_cudnn(gpu, workspaces.forward if call["transposed"] else workspaces.data_gradient, shape)
             copies.close()
         if for_weight is not None:
             if not packed:
-                _packed(copies, grad, layout)
+                _hold_copy(copies, grad, layout)
             call.place(for_weight)
             _with_cudnn(gpu, workspaces.weight_gradient, shape)
 
@@ -148,8 +148,8 @@ def _cudnn_gradients(call: OpCall, for_x: MaybeTensor, for_weight: MaybeTensor, 
 def _own_gradients(call: OpCall, for_x: MaybeTensor, for_weight: MaybeTensor, layout: torch.memory_format) -> None:
     """PyTorch's own kernels (DepthwiseConv2d.cu, DepthwiseConv3d.cu): filters first, no workspace."""
     with call.scratch() as copies:
-        _packed(copies, call["grad_output"], layout)
-        _packed(copies, call["input"], layout)
+        _hold_copy(copies, call["grad_output"], layout)
+        _hold_copy(copies, call["input"], layout)
         call.place((for_weight, for_x))
 
 

@@ -55,7 +55,7 @@ def forward(shape: Shape) -> int:
     if not shape.tensor_cores:
         return _offsets(shape)
     padded = _whole_vectors(shape) if shape.itemsize < 4 else shape.channels
-    return _copies(_input(shape, padded), _filters(shape, padded), _output(shape) if _turns_output(shape) else 0)
+    return _total(_input(shape, padded), _filters(shape, padded), _output(shape) if _turns_output(shape) else 0)
 
 
 def _turns_output(shape: Shape) -> bool:
@@ -73,12 +73,12 @@ def data_gradient(shape: Shape) -> int:
         return 0
     pointwise, to_one_pixel = prod(shape.kernel) == 1, prod(shape.output) == 1
     if pointwise and not shape.strided:
-        return _copies(_output(shape))
+        return _total(_output(shape))
     padded = max(shape.channels, 8) if shape.groups == 1 and not pointwise else shape.channels
     images, filters = _input(shape, padded) + _output(shape), _filters(shape, shape.channels)
     if not to_one_pixel and (pointwise or filters > 2 * images > 0):
         return 0
-    return _copies(images, filters, _sums_of_one_pixel(shape) if prod(shape.image) == 1 and to_one_pixel else 0)
+    return _total(images, filters, _sums_of_one_pixel(shape) if prod(shape.image) == 1 and to_one_pixel else 0)
 
 
 def _sums_of_one_pixel(shape: Shape) -> int:
@@ -103,7 +103,7 @@ def weight_gradient(shape: Shape) -> int:
     sums = parts * filters * 4 + FITTED["split"] if parts > 1 else 0
     in_order = sums and shape.itemsize < 4  # rounding the sums to 2 bytes puts them in order as well
     turned = 0 if in_order else _filters(shape, padded)
-    return _copies(_input(shape, padded), _output(shape), turned, sums)
+    return _total(_input(shape, padded), _output(shape), turned, sums)
 
 
 def largest(step: Step, shape: Shape) -> int:
@@ -112,7 +112,7 @@ def largest(step: Step, shape: Shape) -> int:
     return max(own, _winograd(shape)) if _knows_winograd(shape) else own
 
 
-def _copies(*sizes: int) -> int:
+def _total(*sizes: int) -> int:
     return sum(sizes) + FITTED["copy"] if any(sizes) else 0
 
 

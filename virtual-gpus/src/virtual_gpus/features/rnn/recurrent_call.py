@@ -193,7 +193,7 @@ def check(inputs: Inputs, dtypes: bool = True) -> None:
         raise RuntimeError("rnn: hx is not contiguous")
 
 
-def _packed(call: OpCall) -> tuple[torch.Tensor, torch.Tensor]:
+def _packed_sequence(call: OpCall) -> tuple[torch.Tensor, torch.Tensor]:
     """The data on the GPU, the lengths on the CPU."""
     result = call.compute()
     call.place(result[0])
@@ -210,8 +210,8 @@ def _check_lengths(call: OpCall) -> None:
 
 _SIZES = {"batch_sizes"}
 OPERATORS = {
-    "_pack_padded_sequence": Row(READS_AND_WRITES, _packed, _check_lengths, on_host={"lengths"}),
-    "_pad_packed_sequence": Row(READS_AND_WRITES, _packed, on_host=_SIZES),
+    "_pack_padded_sequence": Row(READS_AND_WRITES, _packed_sequence, _check_lengths, on_host={"lengths"}),
+    "_pad_packed_sequence": Row(READS_AND_WRITES, _packed_sequence, on_host=_SIZES),
     **dict.fromkeys(("_pack_padded_sequence_backward", *_CELLS), Row(READS_AND_WRITES, on_host=_SIZES)),
     **dict.fromkeys(("mkldnn_rnn_layer", "mkldnn_rnn_layer_backward"), Row(READS_AND_WRITES, of_cpu=True)),
 }
