@@ -1,9 +1,12 @@
 """Fixtures for the tests. The package and its benchmarks stand alone: no test imports anything of the course."""
 
 import gc
-import importlib
+import importlib.util
 import os
+import pkgutil
 import signal
+import tomllib
+from pathlib import Path
 
 # Several test processes on few cores: one thread each, and the same last digits on every machine.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -14,6 +17,11 @@ import pytest
 
 SETTINGS = ("CUDA_VISIBLE_DEVICES", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "CUBLAS_WORKSPACE_CONFIG",
             "CUBLASLT_WORKSPACE_SIZE", "TORCH_CUBLASLT_UNIFIED_WORKSPACE", "DISABLE_ADDMM_CUDA_LT")  # fmt: skip
+
+ABOUT = tomllib.loads((Path(__file__).parent / "data" / "features.toml").read_text("utf-8"))["tests"]
+FEATURES = Path(importlib.util.find_spec("virtual_gpus").origin).with_name("features")
+HERE = {module.name for module in pkgutil.iter_modules([str(FEATURES)])}
+collect_ignore = [test for feature in ABOUT.keys() - HERE for test in ABOUT[feature]]
 
 
 def pytest_runtest_setup(item):

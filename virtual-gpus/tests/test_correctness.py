@@ -15,8 +15,6 @@ from torch import nn
 from torch.nn.utils import rnn
 from virtual_gpus import virtual_gpus
 from virtual_gpus.dispatch import half_precision, operators
-from virtual_gpus.features.attention import values
-from virtual_gpus.features.rnn import recurrent_call
 
 pytestmark = pytest.mark.usefixtures("workspaces_given_back")
 GPUS = {"count": 3, "memory": "16 GiB"}
@@ -456,8 +454,8 @@ def test_half_precision_is_computed_in_float32_where_the_cpu_has_no_kernels_for_
 
 
 def test_attention_and_recurrent_layers_are_computed_in_float32_as_well(monkeypatch):
-    for module in (values, recurrent_call):
-        monkeypatch.setattr(module, "slow_types", lambda: (torch.float16,))
+    for module in ("attention.values", "rnn.recurrent_call"):
+        monkeypatch.setattr(f"virtual_gpus.features.{module}.slow_types", lambda: (torch.float16,))
     x, lstm = torch.randn(2, 4, 8, 16).half(), torch.nn.LSTM(16, 8).half()
     wanted, wide = F.scaled_dot_product_attention(x.float(), x.float(), x.float()), torch.nn.LSTM(16, 8)
     wide.load_state_dict({name: weight.float() for name, weight in lstm.state_dict().items()})

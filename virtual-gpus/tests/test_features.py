@@ -3,8 +3,10 @@
 import ast
 import os
 import pkgutil
+import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -14,11 +16,9 @@ FOLDER = Path(features.__file__).parent
 # "cuda" says that there are GPUs, "tensors" which one a tensor is on.
 BASE = {"cuda", "tensors"}
 FEATURES = {module.name for module in pkgutil.iter_modules(features.__path__)} - BASE
-# What else goes, because it imports the feature: no other feature may need one that is not named here.
-GO_TOO = {"autocast": {"attention", "rnn"}, "blas": {"conv", "data_parallel", "rnn"}, "streams": {"accelerator"}}
-# What a program may ask of a feature, and is refused without it.
-SETTINGS = {"races": {"check_races": True}, "compile": {"compile": "modelled"}, "multiprocessing": {"children": True},
-            "distributed": {"rank": 0, "world_size": 2}}  # fmt: skip
+TESTS = Path(__file__).parent
+TOLD = tomllib.loads((TESTS / "data" / "features.toml").read_text("utf-8"))
+ABOUT, SETTINGS, GO_TOO = TOLD["tests"], TOLD["settings"], {name: set(also) for name, also in TOLD["go_too"].items()}
 PROGRAM = """
 import importlib.abc, os, pkgutil, sys, torch
 
@@ -80,6 +80,13 @@ def used_by(name):
 def test_features_that_go_with_another_are_few():
     uses = {name: used_by(name) for name in FEATURES | BASE}
     assert {name: found for name in FEATURES if (found := {other for other in uses if name in uses[other]})} == GO_TOO
+
+
+def test_tests_of_a_feature_are_named_and_go_with_it():
+    assert ABOUT.keys() == FEATURES and all((TESTS / name).exists() for names in ABOUT.values() for name in names)
+    for path in TESTS.glob("test_*.py"):
+        imported = re.findall(r"(?m)^from virtual_gpus\.features(?:\.| import )(\w+)", path.read_text("utf-8"))
+        assert {*imported} - BASE <= {name for name in ABOUT if path.name in ABOUT[name]}, path.name
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="a process for each feature, with PyTorch imported once")

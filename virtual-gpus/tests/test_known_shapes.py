@@ -10,7 +10,6 @@ from torch.utils.flop_counter import FlopCounterMode
 from virtual_gpus import virtual_gpus
 from virtual_gpus.dispatch import known
 from virtual_gpus.dispatch.operators import operator
-from virtual_gpus.features.normalization import rms_norm
 
 aten = torch.ops.aten
 
@@ -141,7 +140,7 @@ def test_virtual_gpus_ask_once_and_take_rms_norm_apart_once(monkeypatch):
 
     with virtual_gpus(1, shapes_only=True):
         first = steps()
-        monkeypatch.setattr(rms_norm, "_raw_rms_norm", None)
+        monkeypatch.setattr("virtual_gpus.features.normalization.rms_norm._raw_rms_norm", None)
         assert steps() == first
         with torch.autocast("cuda"), pytest.raises(TypeError, match="not callable"):
             steps()  # another type may come out, so PyTorch is asked

@@ -14,7 +14,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from virtual_gpus import active_machine, virtual_gpus
-from virtual_gpus.features.distributed import process_groups
 from virtual_gpus.processes import shared_memory
 from virtual_gpus.testing import RankError, child, run, run_ranks
 from virtual_gpus.testing.hosts import TORCHRUN, run_hosts
@@ -276,7 +275,7 @@ def test_virtual_gpus_without_libuv_fcntl_and_proc(monkeypatch, tmp_path):
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     monkeypatch.setattr(shared_memory, "fcntl", None)
     monkeypatch.setattr(os, "remove", remove_as_on_windows)
-    monkeypatch.setattr(process_groups, "Path", lambda path: tmp_path / "missing")
+    monkeypatch.setattr("virtual_gpus.features.distributed.process_groups.Path", lambda path: tmp_path / "x")
     monkeypatch.setattr(run, "Path", lambda path: tmp_path / "missing" if "/proc" in str(path) else Path(path))
     with virtual_gpus(2, memory="1 GiB", shapes_only=True) as gpus:
         mine = [torch.zeros(2**28, dtype=torch.uint8, device=gpu) for gpu in gpus]

@@ -13,7 +13,6 @@ import types
 import pytest
 import torch
 from virtual_gpus import NotModelled, virtual_gpus
-from virtual_gpus.features.compile import dynamo, own_kernels
 from virtual_gpus.patches import table
 
 SLOW = ("sympy", "torch._dynamo.eval_frame", "torch._inductor", "torch.distributed.tensor")
@@ -125,6 +124,7 @@ checked = decorated(torch.cuda.is_available)
 
 
 def test_triton_is_refused_though_it_comes_later(tmp_path, monkeypatch):
+    own_kernels = pytest.importorskip("virtual_gpus.features.compile.own_kernels")
     (tmp_path / "driver.py").write_text("def _create_driver():\n    return 3\n")
     monkeypatch.delitem(sys.modules, own_kernels._TRITON, raising=False)
     with virtual_gpus(1):
@@ -174,7 +174,7 @@ def test_a_finalizer_may_import_while_gpus_go_on_and_change_what_a_module_holds_
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system cannot fork")
 @pytest.mark.parametrize("uses_dtensors", [False, True])
 def test_forked_ranks_that_need_it_have_it_from_their_parent(uses_dtensors, monkeypatch):
-    imported = []
+    imported, dynamo = [], pytest.importorskip("virtual_gpus.features.compile.dynamo")
     monkeypatch.setattr(dynamo, "_real", imported.append)
     monkeypatch.setitem(sys.modules, "torch._dynamo", dynamo._stand_in)
     monkeypatch.delitem(sys.modules, "torch.distributed.tensor", raising=False)

@@ -12,7 +12,7 @@ import snapshots
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from virtual_gpus import active_machine, virtual_gpus
-from virtual_gpus.features import gputil
+from virtual_gpus.features.cuda import devices
 from virtual_gpus.patches import table
 from virtual_gpus.processes.shared_memory import FOLDER
 
@@ -143,7 +143,7 @@ def test_stopped_under_a_mode_that_stays():
 
 
 def test_a_failure_while_switching_on(monkeypatch):
-    monkeypatch.setattr(gputil, "patches", lambda: [(torch.cuda, "device_count", 1), (object(), "x", 1)])
+    monkeypatch.setattr(devices, "patches", lambda: [(torch.cuda, "device_count", 1), (object(), "x", 1)])
     with pytest.raises((TypeError, AttributeError)):
         virtual_gpus(2).start()
 
@@ -161,7 +161,7 @@ def test_a_failure_before_switching_on():
 
 
 def test_a_failure_while_switching_off(monkeypatch):
-    monkeypatch.setattr(gputil, "forget", lambda: 1 / 0, raising=False)
+    monkeypatch.setattr(devices, "forget", lambda: 1 / 0, raising=False)
     with pytest.raises(ZeroDivisionError), virtual_gpus(2):
         torch.set_default_device("cuda:1")
 
