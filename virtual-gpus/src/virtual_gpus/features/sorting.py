@@ -57,11 +57,8 @@ def median(call: OpCall) -> Any:
     """Along a dimension, of a packed copy; of all numbers, from a sort of them (cuda/Sorting.cpp)."""
     tensor, copies = call["self"], packed_copies(call, ("self",), channels_first_copy)
     if "dim" not in call.op.positions and tensor.numel():
-        copies += [
-            nbytes(tensor),
-            8 * tensor.numel(),
-            *_sort_buffers(tensor.new_empty(tensor.numel(), device="meta"), 0),
-        ]
+        line = tensor.new_empty(tensor.numel(), device="meta")
+        copies += [nbytes(tensor), 8 * tensor.numel(), *_sort_buffers(line, 0)]
     with call.scratch(*copies):
         pass
     return call.run()
