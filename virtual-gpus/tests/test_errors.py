@@ -11,6 +11,8 @@ from virtual_gpus import NotModelled, active_machine, errors, virtual_gpus
 
 MISSING = [lambda: one(device="cuda:2"), lambda: one().to("cuda:7"), lambda: torch.tensor([1], device="cuda:2"),
            lambda: torch.cuda.set_device(2), lambda: torch.cuda.device(3).__enter__()]  # fmt: skip
+ELSEWHERE = "indices should be either on cpu or on the same device as the indexed tensor ({})"
+TYPES = "Input type (torch.cuda.FloatTensor) and {} type (torch.FloatTensor) should be the same"
 
 
 @pytest.fixture(autouse=True)
@@ -31,14 +33,6 @@ def got(argument, device, others, operator):
     )
 
 
-def elsewhere(device):
-    return f"indices should be either on cpu or on the same device as the indexed tensor ({device})"
-
-
-def types(argument):
-    return f"Input type (torch.cuda.FloatTensor) and {argument} type (torch.FloatTensor) should be the same"
-
-
 def one(*sizes, **options):
     return torch.ones(*(sizes or (1,)), **options)
 
@@ -57,20 +51,20 @@ MIXTURES = {
     "concatenation": (lambda: torch.cat([one(device=0), one()]), got("tensors", "cpu", "cuda:0", "cat")),
     "made of others": (lambda: torch.stack([one(device=0)[0], one()[0]]), got("tensors", "cpu", "cuda:0", "cat")),
     "result": (lambda: torch.mm(*[one(1, 1, device=0)] * 2, out=one()), got("self", "cuda:0", "cpu", "mm_out_out")),
-    "convolution": (lambda: nn.Conv2d(1, 1, 1)(one(1, 1, 2, 2, device=0)), types("weight")),
+    "convolution": (lambda: nn.Conv2d(1, 1, 1)(one(1, 1, 2, 2, device=0)), TYPES.format("weight")),
     "convolution on another GPU": (
         lambda: nn.Conv2d(1, 1, 1).to(1)(one(1, 1, 2, 2, device=0)),
         got("weight", "cuda:1", "cuda:0", "_cudnn_convolution"),
     ),
-    "bias": (lambda: F.conv1d(*[one(1, 1, 1, device=0)] * 2, one()), types("bias")),
+    "bias": (lambda: F.conv1d(*[one(1, 1, 1, device=0)] * 2, one()), TYPES.format("bias")),
     "bias on another GPU": (lambda: F.conv1d(*[one(1, 1, 1, device=0)] * 2, one(device=1)), found("cuda:0 and cuda:1")),
     "transposed convolution on another GPU": (
         lambda: nn.ConvTranspose1d(1, 1, 1).to(1)(one(1, 1, 2, device=0)),
         got("weight", "cuda:1", "cuda:0", "_cudnn_convolution_transpose"),
     ),
     "RMS norm": (lambda: F.rms_norm(one(device=1), (1,), one()), got("weight", "cpu", "cuda:1", "__fused_rms_norm")),
-    "index on another GPU": (lambda: one(device=0)[torch.tensor([0], device=1)], elsewhere("cuda:0")),
-    "CPU tensor, GPU index": (lambda: one()[torch.tensor([0], device=1)], elsewhere("cpu")),
+    "index on another GPU": (lambda: one(device=0)[torch.tensor([0], device=1)], ELSEWHERE.format("cuda:0")),
+    "CPU tensor, GPU index": (lambda: one()[torch.tensor([0], device=1)], ELSEWHERE.format("cpu")),
     "mask": (
         lambda: one(device=0).masked_fill(one(dtype=torch.bool), 0),
         "expected self and mask to be on the same device, but got mask on cpu and self on cuda:0",
@@ -225,21 +219,30 @@ def test_operators_without_a_deterministic_algorithm_are_refused():
 
 def test_what_cuda_refuses_and_the_cpu_computes_and_the_other_way_round():
     x = torch.ones(2, 2, dtype=torch.int64, device="cuda")
-    assert (x[:0] @ x).shape == (0, 2) and F.avg_pool2d(x[None], 2).item() == 1
+    floats, halves, layer, mean = x[None].float(), x[None].half(), nn.LayerNorm(2).cuda(), nn.GroupNorm(1, 2).cuda()
+    assert (x[:0] @ x).shape == (0, 2) and F.avg_pool2d(x[None], 2).item() == 1 and layer(halves[:0]).numel() == 0
     for words, work in {
         "\"addmm_cuda\" not implemented for 'Long'": lambda: x @ x,
         "\"baddbmm_cuda\" not implemented for 'Int'": lambda: x[None].int() @ x[None].int(),
+        "\"mse_cuda\" not implemented for 'Long'": lambda: F.mse_loss(x, x),
         "getCudnnDataTypeFromScalarType() not supported for Long": lambda: F.conv1d(x[None], x[None]),
         "GET was unable to find an engine": lambda: F.conv1d(x[None].int(), x[None].int()),
+        "Input type (torch.cuda.HalfTensor) and weight type (torch.cuda.FloatTensor)": lambda: F.conv1d(halves, floats),
+        "expected mat1 and mat2 to have the same dtype, but got: float != c10::Half": lambda: floats[0] @ halves[0],
+        "expected scalar type Half but found": lambda: halves @ floats,
+        "expected scalar type Half but found Float": lambda: mean(halves),
+        "expected scalar type Float but found Half": lambda: layer.half()(floats),
+        "Expected tensor for argument #1 'indices' to have one of the following scalar types: Long, Int; but got "
+        "torch.cuda.FloatTensor": lambda: F.embedding(floats, floats[0]),
+        "\"host_softmax\" not implemented for 'Long'": lambda: F.softmax(x, 1),
         "\"avg_pool3d_out_frame\" not implemented for 'Half'": lambda: F.avg_pool3d(x[None, None].half(), 1),
         **({"Could not run 'aten::histogram.bin_ct'": lambda: x.float().histogram(2)} if torch.version.cuda else {}),
     }.items():
         with pytest.raises(RuntimeError, match=f"^{re.escape(words)}"):
             work()
     assert ROWS.cuda().histc(bins=2, min=0, max=1).tolist() == [1, 1]
-    x, weight = image(1, 1, 4, 4).detach(), image(1, 1, 3, 3).detach()
     with pytest.raises(NotImplementedError, match="cudnn_convolution"):
-        torch.cudnn_convolution(x, weight, (0, 0), (1, 1), (1, 1), 1, False, True, False)
+        torch.cudnn_convolution(floats[None], floats[None], (0, 0), (1, 1), (1, 1), 1, False, True, False)
 
 
 def waits(work):

@@ -18,6 +18,8 @@ from typing import Any, NoReturn
 
 import torch
 
+from virtual_gpus import figures
+
 
 class NotModelled(NotImplementedError):
     """A PyTorch function or operator that virtual GPUs do not model. They never fall back to the CPU silently."""
@@ -151,3 +153,15 @@ def _off(gpu: Any) -> str:
 def scalar_type(tensor: torch.Tensor) -> str:
     """The type of a tensor's numbers as C++ calls it: "Float" for torch.float32."""
     return torch._C.TensorBase.type(tensor).rpartition(".")[2].removesuffix("Tensor")
+
+
+def other_scalar_type(tensor: torch.Tensor, other: torch.Tensor) -> RuntimeError:
+    """The error for `other`, which a kernel reads as numbers of the type of `tensor` (TensorMethods.cpp)."""
+    return RuntimeError(f"expected scalar type {scalar_type(tensor)} but found {scalar_type(other)}")
+
+
+def in_words_of_cuda(text: str) -> str:
+    """`text`, an error of a kernel of the CPU, with CUDA's names of kernels and types of tensors (errors.toml)."""
+    for of_cpu, of_cuda in figures.beside(__file__).items():
+        text = re.sub(of_cpu, of_cuda, text)
+    return text

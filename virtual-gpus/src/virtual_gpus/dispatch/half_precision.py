@@ -37,7 +37,7 @@ def _wide(argument: Any, dtype: torch.dtype) -> Any:
 def _widened(kernel: Callable[..., Any], rounded: int | None, *args: Any, **options: Any) -> Any:
     """Compute in float32 and round once, as a GPU does, whose sums of half precision are in float32."""
     dtype = args[0].dtype
-    if dtype not in slow_types() or args[0].is_meta:
+    if dtype not in slow_types() or args[0].is_meta or any(arg.dtype is not dtype for arg in args[1:2]):  # refused
         return kernel(*args, **options)
     result = kernel(*(_wide(arg, dtype) for arg in args), **{name: _wide(arg, dtype) for name, arg in options.items()})
     if rounded is not None:

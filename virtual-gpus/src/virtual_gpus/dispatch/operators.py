@@ -343,6 +343,8 @@ class OpCall:
                 raise errors.not_modelled(f"{self.func.name()}, which exists only for CUDA") from None
             if self.gpu.machine.shapes_only and isinstance(error, NotImplementedError) and "Meta" in str(error):
                 raise errors.needs_values(self.op.base) from None
+            if (text := errors.in_words_of_cuda(str(error))) != str(error):
+                raise type(error)(text) from None
             raise
         finally:
             this_thread.in_kernel = False

@@ -50,15 +50,9 @@ channels_first = partial(packed, copy_of=channels_first_copy)
 
 def take_buffers(call: OpCall, tensor: torch.Tensor, partial_bytes: int) -> None:
     """Take and give back what reducing `tensor` needs, along the call's dimensions if it has any, after the result."""
-    dims = call["dim"] if "dim" in call.op.positions else None
-    sizes = reduction_scratch(
-        tensor.shape,
-        call.gpu.spec,
-        (dims,) if isinstance(dims, int) else dims,
-        strides=tensor.stride(),
-        partial_bytes=partial_bytes,
-        threads=_THREADS.get(tensor.dtype, 512),
-    )
+    dims, threads = call["dim"] if "dim" in call.op.positions else None, _THREADS.get(tensor.dtype, 512)
+    dims, spec, strides = (dims,) if isinstance(dims, int) else dims, call.gpu.spec, tensor.stride()
+    sizes = reduction_scratch(tensor.shape, spec, dims, strides=strides, partial_bytes=partial_bytes, threads=threads)
     if any(sizes):  # of few numbers there are none
         with call.scratch(*filter(None, sizes)):
             pass

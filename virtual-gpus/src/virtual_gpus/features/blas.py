@@ -159,8 +159,8 @@ def with_workspace(call: OpCall, kernel: str = "", matrices: slice = _NONE, lt: 
     matrices: where they are among the arguments, if they or a given result may need a copy. lt: if cublasLt multiplies.
     """
     first, empty = call.tensors[0], not all(map(torch.Tensor.numel, call.tensors[: call.op.takes_first]))
-    if kernel and not empty and first.dtype not in MULTIPLIED:
-        raise NotImplementedError(f"\"{kernel}\" not implemented for '{errors.scalar_type(first)}'")
+    if kernel and not (empty or first.dtype is call.tensors[1].dtype is call.tensors[-1].dtype in MULTIPLIED):
+        _refuse(call, kernel, matrices)
     result = call.run()
     if empty:
         return result
@@ -172,6 +172,16 @@ def with_workspace(call: OpCall, kernel: str = "", matrices: slice = _NONE, lt: 
     with call.scratch(*copies):
         handles.work(lt)
     return result
+
+
+def _refuse(call: OpCall, kernel: str, matrices: slice) -> None:
+    """Raise what CUDA says of whole numbers, and of batches of two types. Others are compared before, as on the CPU."""
+    first, second = (call.args[matrices] or call.tensors)[:2]
+    if call.tensors[0].dtype is first.dtype and (first.dtype is second.dtype or kernel == "baddbmm_cuda"):
+        if first.dtype not in MULTIPLIED:
+            raise NotImplementedError(f"\"{kernel}\" not implemented for '{errors.scalar_type(first)}'")
+        if first.dtype is not second.dtype:
+            raise errors.other_scalar_type(first, second)
 
 
 def addmm(call: OpCall) -> torch.Tensor:

@@ -56,9 +56,8 @@ def topk(call: OpCall) -> Any:
 def median(call: OpCall) -> Any:
     """Along a dimension, of a packed copy; of all numbers, from a sort of them (cuda/Sorting.cpp)."""
     tensor, copies = call["self"], packed_copies(call, ("self",), channels_first_copy)
-    if "dim" not in call.op.positions and tensor.numel():
-        line = tensor.new_empty(tensor.numel(), device="meta")
-        copies += [nbytes(tensor), 8 * tensor.numel(), *_sort_buffers(line, 0)]
+    if "dim" not in call.op.positions and (count := tensor.numel()):
+        copies += [nbytes(tensor), 8 * count, *_sort_buffers(tensor.new_empty(count, device="meta"), 0)]
     with call.scratch(*copies):
         pass
     return call.run()

@@ -89,11 +89,9 @@ def _hold_copy(copies: scratch, tensor: Tensor, layout: torch.memory_format) -> 
 
 def convolution(call: OpCall) -> Tensor:
     """`aten::convolution`, of one, two or three dimensions, transposed or not."""
-    x, weight = call["input"], call["weight"]
-    if x.dtype not in MULTIPLIED:  # ATen/cudnn/Types.cpp, native/cudnn/Conv_v8.cpp: types it has, and no kernels for
-        no_kernel = x.dtype in (torch.int32, torch.int8, torch.uint8)
-        no_type = f"getCudnnDataTypeFromScalarType() not supported for {errors.scalar_type(x)}"
-        raise RuntimeError("GET was unable to find an engine to execute this computation" if no_kernel else no_type)
+    x, weight = call.tensors[:2]
+    if x.dtype not in MULTIPLIED or not x.dtype is weight.dtype is call.tensors[-1].dtype:
+        _refuse(call, x)
     if call.op.written or not x.numel():  # `out=` decides the layout itself; nothing in, nothing to do
         return call.run()
     result, (on_cudnn, layout) = call.compute(), _kernels(call, x, weight)
@@ -107,6 +105,17 @@ def convolution(call: OpCall) -> Tensor:
     return result
 
 
+def _refuse(call: OpCall, x: Tensor) -> None:
+    """Raise what CUDA says of other types than it multiplies, and of several."""
+    for name in ("weight", "bias"):
+        if call[name] is not None and call[name].dtype is not x.dtype:
+            raise unlike_input(call, name, x.device, x.device)
+    if x.dtype not in MULTIPLIED:  # ATen/cudnn/Types.cpp, native/cudnn/Conv_v8.cpp: types it has, and no kernels for
+        no_kernel = x.dtype in (torch.int32, torch.int8, torch.uint8)
+        no_type = f"getCudnnDataTypeFromScalarType() not supported for {errors.scalar_type(x)}"
+        raise RuntimeError("GET was unable to find an engine to execute this computation" if no_kernel else no_type)
+
+
 def convolution_backward(call: OpCall) -> tuple[MaybeTensor, ...]:
     """`aten::convolution_backward`: gradients of input, filters and bias, as `output_mask` asks."""
     x, weight = call["input"], call["weight"]
@@ -114,7 +123,13 @@ def convolution_backward(call: OpCall) -> tuple[MaybeTensor, ...]:
         return call.run()
     results, (on_cudnn, layout) = call.compute(), _kernels(call, x, weight)
     for_x, for_weight = (None if made is None else made.contiguous(memory_format=layout) for made in results[:2])
-    (_cudnn_gradients if on_cudnn else _own_gradients)(call, for_x, for_weight, layout)
+    if on_cudnn:
+        _cudnn_gradients(call, for_x, for_weight, layout)
+    else:  # PyTorch's own kernels (DepthwiseConv2d.cu, DepthwiseConv3d.cu): filters first, no workspace
+        with call.scratch() as copies:
+            _hold_copy(copies, call["grad_output"], layout)
+            _hold_copy(copies, x, layout)
+            call.place((for_weight, for_x))
     return for_x, for_weight, call.place(results[2])
 
 
@@ -145,19 +160,11 @@ def _cudnn_gradients(call: OpCall, for_x: MaybeTensor, for_weight: MaybeTensor, 
             _with_cudnn(gpu, workspaces.weight_gradient, shape)
 
 
-def _own_gradients(call: OpCall, for_x: MaybeTensor, for_weight: MaybeTensor, layout: torch.memory_format) -> None:
-    """PyTorch's own kernels (DepthwiseConv2d.cu, DepthwiseConv3d.cu): filters first, no workspace."""
-    with call.scratch() as copies:
-        _hold_copy(copies, call["grad_output"], layout)
-        _hold_copy(copies, call["input"], layout)
-        call.place((for_weight, for_x))
-
-
-def elsewhere(call: OpCall, name: str, common: torch.device, device: torch.device) -> RuntimeError | None:
-    """A weight or bias on another device: the types are compared first (aten/src/ATen/native/Convolution.cpp). Those
-    of two GPUs are the same. Then cuDNN refuses the weight, and the sum with the bias is one of two devices."""
+def unlike_input(call: OpCall, name: str, common: torch.device, device: torch.device) -> RuntimeError:
+    """A weight or bias of another type, or elsewhere: types are compared first (aten/src/ATen/native/Convolution.cpp).
+    Those of two GPUs are the same. Then cuDNN refuses the weight, and the sum with the bias is one of two devices."""
     types = [Tensor.type(tensor) for tensor in (call["input"], call[name])]
-    if common.type != device.type:
+    if types[0] != types[1]:
         return RuntimeError(f"Input type ({types[0]}) and {name} type ({types[1]}) should be the same")
     if name == "bias":
         return errors.two_devices(common, device)
@@ -169,7 +176,7 @@ _TIMES = OperatorClass(convolution_costs.forward, is_fusible=False, tf32_setting
 _FORWARD = _TIMES._replace(arguments=DECIDING, asks_cudnn=True)
 _BACKWARD = _FORWARD._replace(formula=convolution_costs.backward, arguments=(*_FORWARD.arguments, "output_mask"))
 OPERATORS = {
-    "convolution": Row(_FORWARD, convolution, cpu_kernel=widened, mixture=elsewhere),
+    "convolution": Row(_FORWARD, convolution, cpu_kernel=widened, mixture=unlike_input),
     "convolution_backward": Row(_BACKWARD, convolution_backward, cpu_kernel=widened),
     "slow_conv3d_forward": Row(READS_AND_WRITES, of_cpu=True),
 }

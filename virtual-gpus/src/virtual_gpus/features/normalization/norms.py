@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from virtual_gpus import figures
+from virtual_gpus import errors, figures
 from virtual_gpus.arithmetic import ceil_div, power_of_2
 from virtual_gpus.clock.cost import COPIES, OperatorClass, moves
 from virtual_gpus.clock.work import Cost, Operand, Operation
@@ -25,7 +25,11 @@ _LAST_BLOCK, _ELEMENTS_PER_THREAD, _TILE_WIDTH, _MOST_BLOCKS, _LEAST_BLOCKS = 51
 
 def layer_norm(call: OpCall) -> tuple[torch.Tensor, ...]:
     """Mean and deviation of each row are floats, where the CPU keeps those of half types in half precision."""
-    tensor, rows = call["input"], prod(call["input"].shape[: -len(call["normalized_shape"])])
+    tensor, shape, *parameters = call.args[:4]
+    rows = prod(tensor.shape[: -len(shape)])
+    for parameter in parameters:
+        if parameter is not None and parameter.dtype is not tensor.dtype and rows and tensor.is_floating_point():
+            raise errors.other_scalar_type(tensor, parameter)
     return _with_statistics(call, rows * max(4, tensor.itemsize), *packed_copies(call, ("input",)))
 
 
@@ -55,9 +59,12 @@ def layer_norm_backward(call: OpCall) -> tuple[torch.Tensor, ...]:
 
 
 def group_norm(call: OpCall) -> tuple[torch.Tensor, ...]:
-    """A scale and a shift per sample and channel, in float."""
+    """A scale and a shift per sample and channel, in float. Only the CPU takes parameters in float for halves."""
     with call.scratch(*[call["N"] * call["C"] * 4] * 2, *packed_copies(call, ("input",))):
-        return call.run()
+        result = call.run()
+    if result[1].dtype is not result[0].dtype and call["N"]:
+        raise errors.other_scalar_type(*result[:2])
+    return result
 
 
 def group_norm_backward(call: OpCall) -> tuple[torch.Tensor, ...]:
