@@ -86,8 +86,8 @@ def test_a_new_kind_is_a_file_whose_figures_have_units_and_sources(tmp_path, mon
     assert len(named) == 2 and named[0] == named[1]  # a rule by compute capability has a row for each
     monkeypatch.setattr(figures, "FOLDER", tmp_path)
     table = '[sheet]\nsource = "a data sheet"\nunits = { size = "KiB", share = "of it" }\nsize = 2\npart.share = 3\n'
-    (tmp_path / "shared.toml").write_text(table)
-    assert figures.read("shared.toml") == {"sheet": {"size": 2048, "part": {"share": 3}}}
+    (tmp_path / "alike.toml").write_text(table)
+    assert figures.read("alike.toml") == {"sheet": {"size": 2048, "part": {"share": 3}}}
     for number, (figure, words) in enumerate(bad.items()):
         (tmp_path / f"{number}.toml").write_text(f"[sheet]\nbandwidth = {figure}\n")
         with pytest.raises(ValueError, match=f"{number}.toml: sheet: bandwidth: .*{words}"):
