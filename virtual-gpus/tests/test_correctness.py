@@ -438,6 +438,13 @@ def test_the_state_of_a_generator_is_a_seed_and_an_offset_and_there_are_generato
         assert torch.rand(503_809, device="cuda").is_cuda and torch.cuda.get_rng_state()[8] == 8
 
 
+OF_HALVES = [lambda x: F.avg_pool3d(x, 2), lambda x: F.rrelu(x, 0.25, 0.25, training=True),
+             lambda x: F.interpolate(x, 3, mode="bilinear", antialias=True),
+             lambda x: F.interpolate(x, (3, 5), mode="bicubic", antialias=True),
+             lambda x: F.multi_margin_loss(x[0, 0], torch.arange(8, device=x.device)),
+             lambda x: F.multilabel_margin_loss(x[0, 0, 0], torch.arange(8, device=x.device))]  # fmt: skip
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_is_computed_in_float32_where_the_cpu_has_no_kernels_for_it(monkeypatch, dtype):
     monkeypatch.setattr(half_precision, "slow_types", lambda: (dtype,))
@@ -453,9 +460,18 @@ def test_half_precision_is_computed_in_float32_where_the_cpu_has_no_kernels_for_
     assert weight.grad.dtype == dtype and image.grad is None
 
 
+@pytest.mark.parametrize("compute", OF_HALVES)
+def test_half_precision_that_cuda_has_and_no_cpu_is_computed_in_float32(gpus, compute):
+    x, results = draw(1, 4, 8, 8).half(), []
+    for tensor in (x.to(gpus[1]).requires_grad_(), x.float().requires_grad_()):
+        result = compute(tensor)
+        result.sum().backward()
+        results += [result, tensor.grad]
+    assert all(torch.equal(one.cpu(), other.half()) for one, other in zip(results[:2], results[2:], strict=True))
+
+
 def test_attention_and_recurrent_layers_are_computed_in_float32_as_well(monkeypatch):
-    for module in ("attention.values", "rnn.recurrent_call"):
-        monkeypatch.setattr(f"virtual_gpus.features.{module}.slow_types", lambda: (torch.float16,))
+    monkeypatch.setattr(half_precision, "slow_types", lambda: (torch.float16,))
     x, lstm = torch.randn(2, 4, 8, 16).half(), torch.nn.LSTM(16, 8).half()
     wanted, wide = F.scaled_dot_product_attention(x.float(), x.float(), x.float()), torch.nn.LSTM(16, 8)
     wide.load_state_dict({name: weight.float() for name, weight in lstm.state_dict().items()})

@@ -282,13 +282,14 @@ def test_ctrl_c_ends_what_is_started_if_the_rest_is_not(monkeypatch):
     [
         ({"ranks": 0}, "ranks must be an integer of at least 1"),
         ({"ranks": 2.0}, "ranks must be an integer"),
+        ({"args": "ddp"}, r"write args=\['ddp'\]"),
         ({"timeout": 0}, "timeout must be a time in seconds"),
         ({"start": "twist"}, "start must be one of .*spawn.*, not 'twist'."),
         ({"ranks": 3}, r"3 ranks need 3 GPUs.*sees 2.*Duplicate.*3 GPUs.*gpus=False"),
     ],
 )
 def test_what_is_refused(options, text):
-    with virtual_gpus(2), pytest.raises(ValueError, match=text):
+    with virtual_gpus(2), pytest.raises((ValueError, TypeError), match=text):
         run_ranks(print, **{"ranks": 2, **options})
 
 

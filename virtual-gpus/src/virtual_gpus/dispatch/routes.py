@@ -59,7 +59,7 @@ def crossing(call: OpCall) -> Any:
     """`copy_` and others whose tensors may be on different devices."""
     if call.gpu is None:
         return on_host(call)
-    is_copy, target = call.op.base == "copy_", call.args[0]
+    is_copy, target = call.op.in_place, call.args[0]
     if gpu_of(target) is None and may_be_adopted(target, call.site):
         place(target, call.gpu)  # as `pad_sequence` makes in C++: the first copy from a GPU shows whose it is
     if is_copy and gpu_of(target) is None and not has_values(call.args[1]):
@@ -68,7 +68,7 @@ def crossing(call: OpCall) -> Any:
         valueless.prepare(call)
         result = call.compute()
     if is_copy:
-        charge_copy("copy_", call.tensors[1], call.tensors[0], not call["non_blocking"])
+        charge_copy(call.op.base, call.tensors[1], call.tensors[0], not call["non_blocking"])
     return result
 
 

@@ -18,10 +18,6 @@ from virtual_gpus.threads import OfEachThread
 
 truth = OfEachThread[bool | None](None)  # see `assuming`
 
-# Else autograd takes it apart for meta tensors, and for no others. A product has its form. `torch.library` refuses it.
-_library = torch._C._dispatch_library("IMPL", "aten", "Meta")
-_library.impl("mish_backward", "Meta", torch.mul)
-
 
 def prepare(call: OpCall) -> None:
     """Turn CPU tensors that a copy or a list may have beside a GPU's into meta tensors; keep 0-dim ones.

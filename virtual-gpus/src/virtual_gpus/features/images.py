@@ -6,6 +6,7 @@ import torch
 from virtual_gpus import figures
 from virtual_gpus.clock.cost import READS_AND_WRITES, OperatorClass, moves
 from virtual_gpus.clock.work import Cost, Operation
+from virtual_gpus.dispatch.half_precision import widened_if_refused
 from virtual_gpus.dispatch.operators import OpCall, Row
 from virtual_gpus.dispatch.recipes import channels_first_copy, not_deterministic, packed, packed_copies, packed_copy
 from virtual_gpus.placement.storages import StorageAllocation, nbytes, put
@@ -39,11 +40,12 @@ def _without_cudnn(call: OpCall) -> bool:
     return not (mode_fits and input_fits and torch._C._get_cudnn_enabled())
 
 
-def _row(either_order: str = "", channels_first: str = "", refused: str = "") -> Row:
+def _row(either_order: str = "", channels_first: str = "", refused: str = "", cpu_lacks: str = "") -> Row:
     """Of an operator that reads and writes its bytes: see `[rows]` in images.toml."""
     names, copy_of = (either_order, packed_copy) if either_order else (channels_first, channels_first_copy)
     recipe = packed(*names.split(), copy_of=copy_of) if names else None
-    return Row(READS_AND_WRITES, recipe, not_deterministic(refused) if refused else None)
+    check, instead = not_deterministic(refused) if refused else None, widened_if_refused if cpu_lacks else None
+    return Row(READS_AND_WRITES, recipe, check, instead)
 
 
 def unfolded(call: OpCall) -> torch.Tensor:

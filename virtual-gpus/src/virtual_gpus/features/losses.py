@@ -11,6 +11,7 @@ from virtual_gpus import figures
 from virtual_gpus.arithmetic import ceil_div
 from virtual_gpus.clock.cost import READS_AND_WRITES, OperatorClass, bytes_of
 from virtual_gpus.clock.work import Cost, Operation
+from virtual_gpus.dispatch.half_precision import widened_if_refused
 from virtual_gpus.dispatch.operators import OpCall, Row
 from virtual_gpus.dispatch.recipes import channels_first_copy, not_deterministic, packed, packed_copies, take_buffers
 from virtual_gpus.patches.table import Patch
@@ -21,6 +22,9 @@ _NO_REDUCTION = 0  # at::Reduction::None
 _LOSS_THREADS = 32  # NLL_LOSS_THREADS in cuda/Loss.cu
 _IMAGE_THREADS, _SHARE = 1024, 128  # CUDA_NUM_THREADS, and what divides blocks_per_sample in cuda/NLLLoss2d.cu
 _raw_ctc_loss: Any = torch.ctc_loss
+# Else autograd takes it apart for meta tensors, and for no others. A product has its form. `torch.library` refuses it.
+_library = torch._C._dispatch_library("IMPL", "aten", "Meta")
+_library.impl("mish_backward", "Meta", torch.mul)
 
 
 def nll_loss_of_images(call: OpCall) -> torch.Tensor | tuple[torch.Tensor, ...]:
@@ -84,6 +88,8 @@ def ctc_loss(log_probs: Any, targets: Any, input_lengths: Any, target_lengths: A
     return _raw_ctc_loss(log_probs, targets, *lengths, *args, **kwargs)
 
 
+_WITHOUT_HALVES = """multi_margin_loss multi_margin_loss_backward multilabel_margin_loss_forward
+    multilabel_margin_loss_backward rrelu_with_noise rrelu_with_noise_backward"""  # on the CPU
 _PICKS = OperatorClass(_nll_cost, arguments=("grad_output",))
 _OF_IMAGES = not_deterministic("nll_loss2d_forward_out_cuda_template", lambda call: call["reduction"] != _NO_REDUCTION)
 OPERATORS = {
@@ -92,6 +98,7 @@ OPERATORS = {
     "nll_loss2d_backward": Row(_PICKS, nll_loss_of_images),
     **dict.fromkeys(("mse_loss", "smooth_l1_loss", "binary_cross_entropy", "soft_margin_loss"),
                     Row(READS_AND_WRITES, reduced_in_place)),
+    **dict.fromkeys(_WITHOUT_HALVES.split(), Row(READS_AND_WRITES, cpu_kernel=widened_if_refused)),
     "huber_loss": Row(READS_AND_WRITES, reduced),
     "log_sigmoid_forward": Row(READS_AND_WRITES, log_sigmoid),
     "binary_cross_entropy_with_logits": Row(READS_AND_WRITES, with_logits),

@@ -12,11 +12,12 @@ import torch
 from virtual_gpus import figures
 from virtual_gpus.clock.cost import CHARGED_ELSEWHERE, READS_AND_WRITES, REDUCTION, OperatorClass, moves
 from virtual_gpus.clock.work import Cost, Operation
+from virtual_gpus.dispatch.half_precision import HALVES
 from virtual_gpus.dispatch.operators import OpCall, Row
 from virtual_gpus.dispatch.recipes import channels_first, channels_first_copy, take_buffers
 from virtual_gpus.threads import seen
 
-_FITTED, _HALVES = figures.beside(__file__), (torch.float16, torch.bfloat16)
+_FITTED = figures.beside(__file__)
 
 
 def after_cast(call: OpCall, widens: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
@@ -25,7 +26,7 @@ def after_cast(call: OpCall, widens: bool = True) -> tuple[torch.Tensor, torch.T
     result, tensor = call.run(), call["self"]
     if result.dtype == tensor.dtype:
         return result, tensor
-    kernel_takes = (tensor.dtype.to_real(), torch.float32 if widens and tensor.dtype in _HALVES else None)
+    kernel_takes = (tensor.dtype.to_real(), torch.float32 if widens and tensor.dtype in HALVES else None)
     if result.dtype not in kernel_takes:
         with seen():
             tensor = call.read_instead(torch.ops.aten._to_copy.default(tensor, dtype=result.dtype))
@@ -36,7 +37,7 @@ def total(call: OpCall, of_norm: bool = False) -> torch.Tensor:
     """`sum` and its like: partial results are floats for halves. of_norm: they are real for complex numbers."""
     result, tensor = after_cast(call)
     dtype, real = tensor.dtype, tensor.dtype.to_real()
-    size = (real if of_norm else dtype).itemsize * (2 if real in _HALVES else 1)
+    size = (real if of_norm else dtype).itemsize * (2 if real in HALVES else 1)
     take_buffers(call, tensor, size)
     return result
 
@@ -132,5 +133,4 @@ OPERATORS = {
     **dict.fromkeys(_INDEXED_SCANS, Row(_SCAN, channels_first("self"))),
     "equal": Row(CHARGED_ELSEWHERE, partial(compared, torch.eq), waits=True),
     "allclose": Row(CHARGED_ELSEWHERE, partial(compared, torch.isclose), waits=True),
-    "_local_scalar_dense": Row(CHARGED_ELSEWHERE),  # all that it takes is that the host waits
 }

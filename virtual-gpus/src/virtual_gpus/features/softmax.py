@@ -7,6 +7,7 @@ import torch
 
 from virtual_gpus import figures
 from virtual_gpus.clock.cost import moves
+from virtual_gpus.dispatch.half_precision import of_halves
 from virtual_gpus.dispatch.operators import OpCall, Row
 from virtual_gpus.dispatch.recipes import channels_first, channels_first_copy, packed_copies
 from virtual_gpus.patches.table import Patch
@@ -20,18 +21,6 @@ def softmax_backward(call: OpCall) -> torch.Tensor:
     gradient, output = call["grad_output"], call["output"]
     copied = 0 in gradient.stride() or gradient.is_contiguous()
     return call.run(*[nbytes(output)] * (1 if copied else 2), *packed_copies(call, ("output",), channels_first_copy))
-
-
-def _of_halves(func: torch._ops.OpOverload) -> Callable[..., torch.Tensor]:
-    """What computes floats of halves, and gradients of halves from those of floats, which the CPU's kernels refuse."""
-
-    def run(tensor: torch.Tensor, *others: Any, **out: torch.Tensor) -> torch.Tensor:
-        if others[-1] is True:  # `half_to_float`
-            return func._op(tensor.float(), *others[:-1], False)
-        narrows = others[-1] is torch.float16 and tensor.dtype is torch.float32  # `input_dtype`
-        return func._op(tensor, *others[:-1], tensor.dtype).half() if narrows else func._op(tensor, *others, **out)
-
-    return run
 
 
 def one_kernel(owner: Any, name: str) -> Callable[..., torch.Tensor]:
@@ -48,9 +37,9 @@ def one_kernel(owner: Any, name: str) -> Callable[..., torch.Tensor]:
 
 _FORWARD, _BACKWARD = moves(**_FITTED["softmax"]), moves(**_FITTED["softmax_backward"])
 OPERATORS = {
-    **dict.fromkeys(("_softmax", "_log_softmax"), Row(_FORWARD, channels_first("self"), cpu_kernel=_of_halves)),
-    "_softmax_backward_data": Row(_BACKWARD, softmax_backward, cpu_kernel=_of_halves),
-    "_log_softmax_backward_data": Row(_BACKWARD, channels_first("grad_output", "output"), cpu_kernel=_of_halves),
+    **dict.fromkeys(("_softmax", "_log_softmax"), Row(_FORWARD, channels_first("self"), cpu_kernel=of_halves)),
+    "_softmax_backward_data": Row(_BACKWARD, softmax_backward, cpu_kernel=of_halves),
+    "_log_softmax_backward_data": Row(_BACKWARD, channels_first("grad_output", "output"), cpu_kernel=of_halves),
 }
 _PAIRS = [(owner, name) for owner in (torch, torch.Tensor, torch.special) for name in ("softmax", "log_softmax")]
 _PATCHES: list[Patch] = [(*pair, one_kernel(*pair)) for pair in _PAIRS]

@@ -79,7 +79,7 @@ def run_ranks(
     No process is left in either case.
     """
     __tracebackhide__ = True  # pytest shows the line of the test
-    _check(ranks, timeout, start)
+    _check(ranks, args, timeout, start)
     on_gpus = gpus and _are_enough_gpus(ranks)
     start = start or start_method()
     backend = "nccl" if on_gpus and torch.distributed.is_nccl_available() else "gloo"  # Windows has no nccl
@@ -109,7 +109,9 @@ def run_ranks(
         return [torch.load(job.file(rank, "result"), map_location="cpu", weights_only=False) for rank in finished]
 
 
-def _check(ranks: int, timeout: float | None, start: str | None) -> None:
+def _check(ranks: int, args: Sequence[Any], timeout: float | None, start: str | None) -> None:
+    if isinstance(args, str):
+        raise TypeError(f"args must be a list of arguments, so write args=[{args!r}], not args={args!r}.")
     if not isinstance(ranks, int) or ranks < 1:
         raise ValueError(f"ranks must be an integer of at least 1, not {ranks!r}.")
     if timeout is not None and not timeout > 0:

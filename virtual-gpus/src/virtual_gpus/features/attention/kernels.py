@@ -22,9 +22,10 @@ from virtual_gpus import figures, versions
 from virtual_gpus.arithmetic import ceil_div, rounded_up
 from virtual_gpus.clock.cost import PRODUCT_ON_HOST
 from virtual_gpus.clock.work import Cost
+from virtual_gpus.dispatch.half_precision import HALVES
 from virtual_gpus.dispatch.operators import OpCall
 from virtual_gpus.dispatch.timing import precision_of
-from virtual_gpus.features.attention.values import HALF, Mask, Numbers, Parts, Scale
+from virtual_gpus.features.attention.values import Mask, Numbers, Parts, Scale
 from virtual_gpus.gpus import GPUSpec
 from virtual_gpus.placement.storages import ScratchBlock, StorageAllocation, empty_in, put, scratch
 from virtual_gpus.settings import INSTALLED
@@ -146,7 +147,7 @@ class Kernel:
         self.parts = query, key, value = call["query"], call["key"], call["value"]
         self.bias: Mask = call["attn_bias"] if "attn_bias" in call.op.positions else None
         self.numbers = Numbers(self.parts, self.bias, self.dropout, call["is_causal"], call["scale"])
-        self.bytes, self.half = query.element_size(), query.dtype in HALF
+        self.bytes, self.half = query.element_size(), query.dtype in HALVES
         if self.only_half and not self.half:
             raise RuntimeError(f"aten::{call.op.name} takes fp16 and bf16 on CUDA, not {query.dtype}.")
         self.n, self.heads, self.rows, self.width = query.shape
@@ -214,7 +215,7 @@ class Cudnn(Kernel):
         """The conditions of can_use_cudnn_attention."""
         return (
             torch.backends.cuda.cudnn_sdp_enabled()
-            and call.query.dtype in HALF
+            and call.query.dtype in HALVES
             and call.spec.capability >= (8, 0)
             and not must_be_deterministic()
             and (call.version < versions.CUDNN_DROPOUT_IN_SIXTEENTHS or call.dropout * 16 % 1 == 0)
@@ -277,7 +278,7 @@ class Flash(Kernel):
         (rows, width), columns = call.query.shape[-2:], call.key.shape[-2]
         return (
             torch.backends.cuda.flash_sdp_enabled()
-            and call.query.dtype in HALF
+            and call.query.dtype in HALVES
             and call.spec.capability >= (8, 0)
             and call.mask is None
             and width == call.key.shape[-1] == call.value.shape[-1] <= 256
@@ -363,7 +364,7 @@ class Efficient(Kernel):
     @staticmethod
     def takes(call: AttentionCall) -> bool:
         """The conditions of can_use_mem_efficient_attention."""
-        major, half = call.spec.capability[0], call.query.dtype in HALF
+        major, half = call.spec.capability[0], call.query.dtype in HALVES
         multiple = 1  # of the width, in numbers (minimum_gemm_alignment)
         if major >= 8 or (major == 7 and half):
             multiple = 8 if half else 4

@@ -17,10 +17,11 @@ from torch.overrides import handle_torch_function, has_torch_function
 from virtual_gpus import figures
 from virtual_gpus.clock.cost import moves
 from virtual_gpus.dispatch.copies import is_transformed
+from virtual_gpus.dispatch.half_precision import HALVES
 from virtual_gpus.dispatch.operators import OpCall, Row
 from virtual_gpus.entrance import entrance
 from virtual_gpus.features.attention.kernels import FUSED, AttentionCall, Fused, cudnn_version, rule
-from virtual_gpus.features.attention.values import HALF, Mask, Parts, Scale, for_all_heads
+from virtual_gpus.features.attention.values import Mask, Parts, Scale, for_all_heads
 from virtual_gpus.features.autocast import casting
 from virtual_gpus.features.tensors.attributes import gpu_as_seen
 from virtual_gpus.gpus import GPUSpec
@@ -132,7 +133,7 @@ class Formula:
     def attend(call: AttentionCall) -> Tensor:
         """The output (N, heads, rows, width of the value)."""
         (query, key, value), mask, dtype = call.parts, call.mask, call.query.dtype
-        if dtype in HALF and not torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed():
+        if dtype in HALVES and not torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed():
             query, key, value = query.float(), key.float(), value.float()
         factor = 1 / math.sqrt(query.shape[-1]) if call.scale is None else call.scale
         root = math.sqrt(abs(factor))

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from virtual_gpus.arithmetic import ceil_div
-from virtual_gpus.dispatch.half_precision import slow_types
+from virtual_gpus.dispatch.half_precision import wide, wide_if_slow
 
-HALF = (torch.float16, torch.bfloat16)
 Parts, Mask, Scale = tuple[Tensor, Tensor, Tensor], Tensor | None, float | None  # None: no mask; 1 / sqrt(width)
 Gradients = tuple[Tensor, Tensor, Tensor, Tensor | None]  # gradients of query, key, value and a bias that wants one
 _fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
@@ -38,11 +37,11 @@ class Numbers:
         """The output, and the logarithm of each row's sum (None if the CPU's kernel did not run)."""
         query, (key, value) = self.query, self._for_all_heads()
         if self.fused:
-            wide, bias = [_for_cpu(part) for part in (query, key, value)], _for_cpu(self.bias)
-            out, lse = _fused(*wide, 0.0, self.causal, attn_mask=bias, scale=self.scale)
+            parts, bias = [wide_if_slow(part) for part in (query, key, value)], wide_if_slow(self.bias)
+            out, lse = _fused(*parts, 0.0, self.causal, attn_mask=bias, scale=self.scale)
             return out.to(query.dtype), lse
         parts = [
-            self._weights(q, k, b, m)[0] @ _wide(v) * self._kept_scale
+            self._weights(q, k, b, m)[0] @ wide(v) * self._kept_scale
             for q, k, v, b, m in zip(query, key, value, self._biases(), self._masks(seed), strict=True)
         ]
         shape = (*query.shape[:3], value.shape[3])
@@ -52,8 +51,8 @@ class Numbers:
         """Gradients of query, key, value and of a bias that wants one (else None)."""
         query, (key, value) = self.query, self._for_all_heads()
         if self.fused:
-            wide, bias = [_for_cpu(part) for part in (gradient, query, key, value, out)], _for_cpu(self.bias)
-            parts = _fused_backward(*wide, lse, 0.0, self.causal, attn_mask=bias, scale=self.scale)
+            parts, bias = [wide_if_slow(part) for part in (gradient, query, key, value, out)], wide_if_slow(self.bias)
+            parts = _fused_backward(*parts, lse, 0.0, self.causal, attn_mask=bias, scale=self.scale)
             gradients: Gradients = *(part.to(query.dtype) for part in parts), None
         else:
             gradients = self._all_samples(gradient, key, value, seed)
@@ -95,12 +94,12 @@ class Numbers:
 
     def _weights(self, query: Tensor, key: Tensor, bias: Mask, mask: Mask) -> tuple[Tensor, Tensor]:
         """The weights of one sample after dropout (not yet scaled) and before."""
-        query, key = _wide(query), _wide(key).transpose(-2, -1)
+        query, key = wide(query), wide(key).transpose(-2, -1)
         scale = 1 / math.sqrt(query.shape[-1]) if self.scale is None else self.scale
         if bias is None:
             weights = torch.softmax((query * scale) @ key, -1)
         else:  # rows that see nothing have zeros
-            weights = torch._safe_softmax(torch.baddbmm(_wide(bias).to(query.dtype), query, key, alpha=scale), -1)
+            weights = torch._safe_softmax(torch.baddbmm(wide(bias).to(query.dtype), query, key, alpha=scale), -1)
         return weights if mask is None else weights * mask, weights
 
     def _sample_backward(
@@ -108,7 +107,7 @@ class Numbers:
     ) -> Gradients:
         """Gradients of one sample's query, key, value and scores."""
         left, weights = self._weights(query, key, bias, mask)
-        query, key, value, gradient = map(_wide, (query, key, value, gradient))
+        query, key, value, gradient = map(wide, (query, key, value, gradient))
         gradient = gradient * self._kept_scale
         of_weights = gradient @ value.transpose(-2, -1)
         if mask is not None:
@@ -122,15 +121,6 @@ def _bits(count: int, generator: torch._C.Generator) -> Tensor:
     """`count` random integers of 16 bits; four come with each draw."""
     drawn = torch.empty(ceil_div(count, 4), dtype=torch.int64).random_(-(1 << 63), None, generator=generator)
     return drawn.view(torch.int16)[:count]
-
-
-def _wide(tensor: Tensor) -> Tensor:
-    return tensor.float() if tensor.dtype in HALF else tensor
-
-
-def _for_cpu(tensor: Tensor | None) -> Tensor | None:
-    """In float32 what this CPU has no kernels for: its results are rounded once, as a GPU's are."""
-    return tensor.float() if tensor is not None and tensor.dtype in slow_types() else tensor
 
 
 def for_all_heads(query: Tensor, tensor: Tensor) -> Tensor:

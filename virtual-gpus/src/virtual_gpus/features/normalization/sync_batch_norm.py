@@ -10,15 +10,11 @@ import torch
 from torch.nn.modules._functions import SyncBatchNorm
 
 from virtual_gpus.clock.cost import COPIES, READS_AND_WRITES
+from virtual_gpus.dispatch.half_precision import wide
 from virtual_gpus.dispatch.operators import OpCall, Row
 from virtual_gpus.dispatch.valueless import assuming
 from virtual_gpus.patches.table import Patch
 from virtual_gpus.threads import below
-
-
-def _wide(tensor: torch.Tensor) -> torch.Tensor:
-    """Half types as float32, in which CUDA adds up."""
-    return tensor.float() if tensor.element_size() < 4 else tensor
 
 
 def _others(tensor: torch.Tensor) -> list[int]:
@@ -40,16 +36,16 @@ def _placed(call: OpCall, *results: torch.Tensor) -> Any:
 def stats(call: OpCall) -> tuple[torch.Tensor, torch.Tensor]:
     """Mean and invstd of this rank's samples."""
     with below():
-        variance, mean = torch.var_mean(_wide(call["input"]), _others(call["input"]), correction=0)
+        variance, mean = torch.var_mean(wide(call["input"]), _others(call["input"]), correction=0)
         return _placed(call, mean, torch.rsqrt(variance + call["eps"]))
 
 
 def gather_stats(call: OpCall) -> tuple[torch.Tensor, torch.Tensor]:
     """Mean and invstd of all ranks' samples from theirs, (ranks, C) each; the running ones move towards them."""
     with below():
-        means, counts = _wide(call["mean"]), _wide(call["counts"]).view(-1, 1)
+        means, counts = wide(call["mean"]), wide(call["counts"]).view(-1, 1)
         mean = (counts * means).sum(0) / counts.sum()
-        squares = counts * (_wide(call["invstd"]) ** -2 - call["eps"] + (means - mean) ** 2)
+        squares = counts * (wide(call["invstd"]) ** -2 - call["eps"] + (means - mean) ** 2)
         variance = squares.sum(0) / counts.sum()
         unbiased = variance * counts.sum() / (counts.sum() - 1)
         for running, current in ((call["running_mean"], mean), (call["running_var"], unbiased)):
@@ -67,7 +63,7 @@ def normalize(call: OpCall) -> torch.Tensor:
             scale, shift = scale * call["weight"], shift * call["weight"]
         if call["bias"] is not None:
             shift = shift + call["bias"]
-        normalized = torch.addcmul(_per_channel(shift, x), _wide(x), _per_channel(scale, x))
+        normalized = torch.addcmul(_per_channel(shift, x), wide(x), _per_channel(scale, x))
         return _placed(call, normalized.to(x.dtype))
 
 
@@ -75,9 +71,9 @@ def backward_reduce(call: OpCall) -> tuple[torch.Tensor, ...]:
     """This rank's sums: of the gradient, of the gradient times (input - mean); gradients of weight and bias."""
     x = call["input"]
     with below():
-        gradient = _wide(call["grad_out"])
+        gradient = wide(call["grad_out"])
         sum_dy = gradient.sum(_others(x))
-        sum_dy_xmu = (gradient * (_wide(x) - _per_channel(call["mean"], x))).sum(_others(x))
+        sum_dy_xmu = (gradient * (wide(x) - _per_channel(call["mean"], x))).sum(_others(x))
         of_weight = (sum_dy_xmu * call["invstd"]).to((x if call["weight"] is None else call["weight"]).dtype)
         return _placed(call, sum_dy, sum_dy_xmu, of_weight, sum_dy.to(of_weight.dtype, copy=True))
 
@@ -86,11 +82,11 @@ def backward_elemt(call: OpCall) -> torch.Tensor:
     """The gradient of the input from the sums of all ranks; `count`: each rank's samples."""
     x = call["input"]
     with below():
-        gradient, total = _wide(call["grad_out"]), call["count"].sum()
+        gradient, total = wide(call["grad_out"]), call["count"].sum()
         scale = call["invstd"] if call["weight"] is None else call["invstd"] * call["weight"]
         of_mean = _per_channel(call["sum_dy"] / total, x)
         of_variance = _per_channel(call["sum_dy_xmu"] / total * call["invstd"] ** 2, x)
-        centred = _wide(x) - _per_channel(call["mean"], x)
+        centred = wide(x) - _per_channel(call["mean"], x)
         of_input = (gradient - of_mean - centred * of_variance) * _per_channel(scale, x)
         return _placed(call, of_input.to(x.dtype))
 

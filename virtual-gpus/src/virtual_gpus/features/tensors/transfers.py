@@ -6,7 +6,7 @@ import torch
 from torch.overrides import handle_torch_function, has_torch_function_unary
 from torch.types import Device
 
-from virtual_gpus.clock.cost import READS_AND_WRITES
+from virtual_gpus.clock.cost import CHARGED_ELSEWHERE, READS_AND_WRITES
 from virtual_gpus.dispatch.copies import Dtype, Format, Tensor, move
 from virtual_gpus.dispatch.mode import enter_thread
 from virtual_gpus.dispatch.operators import Row
@@ -22,6 +22,7 @@ _raw = {name: getattr(torch._C.TensorBase, name) for name in ("to", "cuda", "cpu
 _raw_compatible, _AS_IS = torch._has_compatible_shallow_copy_type, torch.preserve_format
 _BETWEEN = ("copy_", "_copy_from", "_copy_from_and_resize", "_has_compatible_shallow_copy_type")
 OPERATORS = dict.fromkeys(_BETWEEN, Row(READS_AND_WRITES, crosses=True))
+OPERATORS["_local_scalar_dense"] = Row(CHARGED_ELSEWHERE)  # all that `.item()` takes is that the host waits
 
 
 def as_device(device: Device) -> torch.device | None:
