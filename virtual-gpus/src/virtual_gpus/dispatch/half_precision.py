@@ -73,6 +73,8 @@ def _in_float32(func: torch._ops.OpOverload, rounded: int | None, args: Any, opt
     for argument in func._schema.arguments:
         if argument.is_write:
             given[argument.name].copy_(wider[argument.name])
+    if func._schema.arguments[0].is_write:
+        return args[0]
     if rounded is not None:
         return *(part.to(dtype) for part in result[:rounded]), *result[rounded:]
     return tree_map_only(torch.Tensor, methodcaller("to", dtype), result)

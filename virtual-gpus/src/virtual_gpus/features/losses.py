@@ -89,7 +89,7 @@ def ctc_loss(log_probs: Any, targets: Any, input_lengths: Any, target_lengths: A
 
 
 _WITHOUT_HALVES = """multi_margin_loss multi_margin_loss_backward multilabel_margin_loss_forward
-    multilabel_margin_loss_backward rrelu_with_noise rrelu_with_noise_backward"""  # on the CPU
+    multilabel_margin_loss_backward rrelu_with_noise rrelu_with_noise_ rrelu_with_noise_backward"""  # on the CPU
 _PICKS = OperatorClass(_nll_cost, arguments=("grad_output",))
 _OF_IMAGES = not_deterministic("nll_loss2d_forward_out_cuda_template", lambda call: call["reduction"] != _NO_REDUCTION)
 OPERATORS = {
