@@ -59,7 +59,7 @@ def crossing(call: OpCall) -> Any:
     """`copy_` and others whose tensors may be on different devices."""
     if call.gpu is None:
         return on_host(call)
-    is_copy, target = call.op.in_place, call.args[0]
+    is_copy, target = call.op.in_place and "non_blocking" in call.op.positions, call.args[0]
     if gpu_of(target) is None and may_be_adopted(target, call.site):
         place(target, call.gpu)  # as `pad_sequence` makes in C++: the first copy from a GPU shows whose it is
     if is_copy and gpu_of(target) is None and not has_values(call.args[1]):
