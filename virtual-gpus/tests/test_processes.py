@@ -187,7 +187,6 @@ def two_steps(net, x, y, share=1):
 
 
 def synchronized(rank):
-    """The same on each rank, and bytes."""
     found, memory = [], []
     for shape, sizes, affine in NORMALIZED:
         net, *samples = normalized(shape, affine)
