@@ -199,7 +199,7 @@ def synchronized(rank):
 
 
 def in_two_ranks(rank):
-    found = ddp(rank), synchronized(rank)
+    found = ddp(rank), *synchronized(rank)
     torch.set_default_device(rank)  # the other way to have a default device
     one = torch.ones(2)
     dist.all_gather([torch.empty(2) for _ in range(2)], one)
@@ -215,8 +215,7 @@ def test_ddp_trains_as_one_process_does(capfd):
     expected = training(net, *data())
     parameters = sum(p.nbytes for p in net.parameters())
     with virtual_gpus(2, memory="1 GiB"):
-        trained, normalizing = zip(*in_ranks(in_two_ranks, count=2), strict=True)
-    norms, taken = zip(*normalizing, strict=True)
+        trained, norms, taken = zip(*in_ranks(in_two_ranks, count=2), strict=True)
     with virtual_gpus(2, memory="1 GiB", shapes_only=True):
         assert tuple(memory for _, memory in in_ranks(synchronized, count=2)) == taken
     losses = [sum(pair) / 2 for pair in zip(*(found[0][0] for found in trained), strict=True)]
