@@ -16,7 +16,7 @@ from virtual_gpus import figures
 from virtual_gpus.clock.work import Cost, Operand, Operation
 
 Formula, Bytes, Parts = Callable[[Operation], Cost], Callable[[Operation], float], Iterable[Operand]
-_SHARED = figures.read("shared.toml")
+_SHARED = figures.read("operators.toml")
 SORT, REDUCTION, ROWS_TAKEN = (_SHARED[part] for part in ("sort", "reduction", "rows_taken"))
 PRODUCT_ON_HOST: float = _SHARED["product_on_host"]  # beyond other operators
 all_bytes: Bytes = attrgetter("nbytes")  # of arguments and results

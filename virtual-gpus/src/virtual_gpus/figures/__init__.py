@@ -10,7 +10,7 @@ their `units` by their names. Then a figure is only its number.
 - architectures.toml: what all kinds of a compute capability have.
 - links.toml: links between GPUs, and networks between machines.
 - host.toml: what it costs the host to issue work.
-- shared.toml: what operators take that several features have on the way.
+- operators.toml: what operators take that several features have on the way.
 
 What operators take is beside the feature that has them (`beside`), mostly in these terms. "Fitted" means to a real H200
 (torch 2.11): to the kernels of nine training steps by operator, and to single operators. `python -m benchmarks.clock`
