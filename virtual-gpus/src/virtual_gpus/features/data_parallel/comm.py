@@ -76,8 +76,9 @@ def _sent(chunk: list[torch.Tensor], gpus: list[VirtualGPU]) -> list[list[torch.
         return []
     with gpus[0].machine.without_time():  # NCCL sends to all at once
         copies = [_unflatten_dense_tensors(move(flat, gpu, copy=True), chunk) for gpu in gpus]
+        copies = [[piece.data for piece in pieces] for pieces in copies]  # tensors of their own rather than views
     collective_here([gpu_of(flat), *gpus], "broadcast", nbytes(flat))
-    return [[piece.data for piece in pieces] for pieces in copies]  # each a tensor of its own rather than a view
+    return copies
 
 
 @entrance
