@@ -207,7 +207,7 @@ def test_a_softmax_of_halves_in_floats_is_one_kernel_and_its_backward_takes_a_pr
             same(one, other)
             same(*torch.autograd.grad(one, x, given), *torch.autograd.grad(other, copy, gradient))
     with torch.autocast("cuda", torch.float16):
-        assert sizes_of(lambda: copy.softmax(-1)) == sizes_of(lambda: F.log_softmax(copy, -1)) == [2 * size]
+        assert sizes_of(lambda: copy.softmax(axis=-1)) == sizes_of(lambda: F.log_softmax(copy, -1)) == [2 * size]
 
 
 def test_linear_adds_its_bias_in_place_but_a_learners_sum_is_new(gpu):

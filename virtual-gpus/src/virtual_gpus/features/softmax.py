@@ -27,10 +27,13 @@ def one_kernel(owner: Any, name: str) -> Callable[..., torch.Tensor]:
     """`softmax` or `log_softmax` of `owner`: CUDA takes halves to floats without a copy (SoftMax.cpp)."""
     raw, fused = getattr(owner, name), getattr(torch, f"_{name}")
 
-    def answer(input: torch.Tensor, dim: Any, dtype: torch.dtype | None = None, **out: torch.Tensor) -> torch.Tensor:
-        if dtype is not torch.float32 or input.dtype is not torch.float16 or out or gpu_of(input) is None:
-            return raw(input, dim, dtype=dtype, **out)
-        return fused(input, dim, True)
+    def answer(*args: Any, **named: Any) -> torch.Tensor:
+        dim, dtype = named.get("dim", *args[1:2]), named.get("dtype", *args[2:3])
+        if not args or dim is None or dtype is not torch.float32 or not {"dim", "dtype"}.issuperset(named):
+            return raw(*args, **named)
+        input = args[0]
+        on_gpu = input.dtype is torch.float16 and gpu_of(input) is not None
+        return fused(input, dim, True) if on_gpu else raw(*args, **named)
 
     return answer
 
