@@ -29,11 +29,10 @@ def one_kernel(owner: Any, name: str) -> Callable[..., torch.Tensor]:
 
     def answer(*args: Any, **named: Any) -> torch.Tensor:
         dim, dtype = named.get("dim", *args[1:2]), named.get("dtype", *args[2:3])
-        if not args or dim is None or dtype is not torch.float32 or not {"dim", "dtype"}.issuperset(named):
-            return raw(*args, **named)
-        input = args[0]
-        on_gpu = input.dtype is torch.float16 and gpu_of(input) is not None
-        return fused(input, dim, True) if on_gpu else raw(*args, **named)
+        fits = args and dim is not None and dtype is torch.float32 and {"dim", "dtype"}.issuperset(named)
+        if fits and args[0].dtype is torch.float16 and gpu_of(args[0]) is not None:
+            return fused(args[0], dim, True)
+        return raw(*args, **named)
 
     return answer
 
