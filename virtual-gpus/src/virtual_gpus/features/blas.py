@@ -7,10 +7,10 @@ handle and a stream. Products with a bias vector go through cublasLt. `memory_mo
 workspaces are and how long they stay.
 """
 
-import functools
 import os
 import threading
 from collections.abc import Callable
+from functools import lru_cache, partial
 from math import ceil, inf, prod
 from typing import Any
 
@@ -34,7 +34,6 @@ _PRODUCTS, _OF_VECTORS = (figures.beside(__file__)[part] for part in ("products"
 _LT_TYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 Tiles = tuple[tuple[int, int, float], ...]  # rows, columns, and the share of the peak that they reach
 stands_in_for: OfEachThread[object] = OfEachThread(None)  # the replica of DataParallel whose thread this one is
-_FIRST_TWO, _LAST_TWO, _NONE = slice(0, 2), slice(1, 3), slice(0)  # where an operator's two matrices are
 
 
 class Handles:
@@ -94,7 +93,7 @@ def leave_handle(gpu: VirtualGPU, holder: object) -> None:
 # along k and adds the parts up (split-K). cuBLAS takes what its heuristics say is fastest; here the fastest is taken.
 
 
-@functools.lru_cache(maxsize=8192)
+@lru_cache(maxsize=8192)
 def product(
     spec: GPUSpec, m: int, n: int, k: int, batch: int, precision: Precision, with_bias: bool = False,
     aligned: bool = True, parts: int = 1
@@ -110,7 +109,7 @@ def product(
     return max(seconds, spec.seconds_to_move(nbytes) + spec.reached.kernel), kernels
 
 
-@functools.lru_cache(maxsize=8192)
+@lru_cache(maxsize=8192)
 def in_tiles(
     spec: GPUSpec, m: int, n: int, k: int, batch: int, precision: Precision, with_bias: bool = False, tiles: Tiles = ()
 ) -> tuple[float, int]:
@@ -126,10 +125,11 @@ def in_tiles(
                 break
             waves = ceil(number * split / spec.multi_processor_count)
             seconds = waves * 2 * rows * columns * ceil(k / split) / (rate * share)
-            seconds += start + (split > 1) * _PRODUCTS["add_up"] * reached.kernel
+            seconds += start if split == 1 else start + _PRODUCTS["add_up"] * reached.kernel
             if seconds < best[0]:
-                best = seconds, 1 + (split > 1)
-    return best[0] * (_PRODUCTS["with_bias"] if with_bias and not cores else 1), best[1]
+                best = seconds, 1 if split == 1 else 2
+    seconds, kernels = best
+    return seconds * _PRODUCTS["with_bias"] if with_bias and not cores else seconds, kernels
 
 
 # ---- operators ------------------------------------------------------------------------------------------------------
@@ -139,12 +139,12 @@ def copied_bytes(matrix: torch.Tensor) -> int:
     """Bytes of the copy of a matrix, or of a batch of them, that goes into a product; 0 if none is made.
 
     cuBLAS reads rows or columns that are packed, at any distance from each other (prepare_*_for_cublas in Blas.cpp).
-    Anything else, such as a gradient that was expanded from one number, is copied first. Of vectors only these are.
+    Any other matrix is copied first. A vector is copied only if it was expanded from one number, as gradients can be.
     """
     if matrix.is_contiguous():
         return 0
     if matrix.dim() < 2:
-        return nbytes(matrix) * (0 in matrix.stride())
+        return nbytes(matrix) if 0 in matrix.stride() else 0
     *_, rows, columns = matrix.shape
     *_, down, across = matrix.stride()
     by_rows = across == 1 and down >= max(1, columns)
@@ -152,45 +152,57 @@ def copied_bytes(matrix: torch.Tensor) -> int:
     return 0 if by_rows or by_columns else nbytes(matrix)
 
 
-def with_workspace(call: OpCall, kernel: str = "", matrices: slice = _NONE, lt: bool = False) -> torch.Tensor:
-    """Compute the result, then copy the matrices that cuBLAS cannot read and take its workspace, unless it is empty.
+def with_workspace(call: OpCall, kernel: str = "", where: slice = slice(0), lt: bool = False) -> torch.Tensor:
+    """Compute the result, then copy the matrices that cuBLAS cannot read, and take its workspace.
 
-    kernel: the name in NotImplementedError, which it raises for whole numbers (ATen/native/cuda/Blas.cpp), if it does.
-    matrices: where they are among the arguments, if they or a given result may need a copy. lt: if cublasLt multiplies.
+    Products of empty tensors do neither. kernel: the name in the error for integers, if CUDA refuses them
+    (ATen/native/cuda/Blas.cpp). where: the positions of the two matrices among the arguments, if they or a given
+    result may need a copy. lt: whether cublasLt multiplies.
     """
-    first, empty = call.tensors[0], not all(map(torch.Tensor.numel, call.tensors[: call.op.takes_first]))
-    if kernel and not (empty or first.dtype is call.tensors[1].dtype is call.tensors[-1].dtype in MULTIPLIED):
-        _refuse(call, kernel, matrices)
+    tensors, matrices = call.tensors, call.args[where]
+    is_empty = not all(map(torch.Tensor.numel, tensors[: call.op.takes_first]))
+    if kernel and not is_empty:
+        dtype = tensors[0].dtype
+        if dtype not in MULTIPLIED or tensors[1].dtype is not dtype or tensors[-1].dtype is not dtype:
+            _refuse_types(call, kernel, *(matrices or tensors)[:2])
     result = call.run()
-    if empty:
+    if is_empty:
         return result
     handles: Handles = call.gpu.feature_state.get(_handles) or _handles.of(call.gpu)  # the former spares calls
-    given = (*call.args[matrices], result) if call.op.filled and matrices is not _NONE else call.args[matrices]
-    if all(map(torch.Tensor.is_contiguous, given)) or not (copies := list(filter(None, map(copied_bytes, given)))):
-        handles.work(lt)
-        return result
-    with call.scratch(*copies):
-        handles.work(lt)
+    if matrices and call.op.filled:
+        matrices = (*matrices, result)
+    if not all(map(torch.Tensor.is_contiguous, matrices)):
+        copies = list(filter(None, map(copied_bytes, matrices)))
+        if copies:
+            with call.scratch(*copies):
+                handles.work(lt)
+            return result
+    handles.work(lt)
     return result
 
 
-def _refuse(call: OpCall, kernel: str, matrices: slice) -> None:
-    """Raise what CUDA says of whole numbers, and of batches of two types. Others are compared before, as on the CPU."""
-    first, second = (call.args[matrices] or call.tensors)[:2]
-    if call.tensors[0].dtype is first.dtype and (first.dtype is second.dtype or kernel == "baddbmm_cuda"):
-        if first.dtype not in MULTIPLIED:
-            raise NotImplementedError(f"\"{kernel}\" not implemented for '{errors.scalar_type(first)}'")
-        if first.dtype is not second.dtype:
-            raise errors.other_scalar_type(first, second)
+def _refuse_types(call: OpCall, kernel: str, first: torch.Tensor, second: torch.Tensor) -> None:
+    """Raise CUDA's error for matrices of a type that it cannot multiply, or of two types in a batch.
+
+    Nothing is raised for other mixtures of types. The CPU's kernel refuses these in the same words as CUDA's.
+    """
+    same = first.dtype is second.dtype
+    if first.dtype is not call.tensors[0].dtype or not (same or kernel == "baddbmm_cuda"):
+        return
+    if first.dtype not in MULTIPLIED:
+        raise NotImplementedError(f"\"{kernel}\" not implemented for '{errors.scalar_type(first)}'")
+    if not same:
+        raise errors.other_scalar_type(first, second)
 
 
 def addmm(call: OpCall) -> torch.Tensor:
     """With a bias vector the product goes through cublasLt."""
-    return with_workspace(call, "addmm_cuda", _LAST_TWO, _handles.of(call.gpu).lt_is_on and _has_lt_bias(call))
+    lt = _handles.of(call.gpu).lt_is_on and _has_lt_bias(call)
+    return with_workspace(call, kernel="addmm_cuda", where=slice(1, 3), lt=lt)
 
 
 def _has_lt_bias(call: OpCall) -> bool:
-    """isInputCompliesAddmmCudaLt. Else the bias is copied into the result first, and cuBLAS adds to that.
+    """True if cublasLt adds the bias (isInputCompliesAddmmCudaLt). If not, it is first copied into the result.
 
     A matrix as bias goes through cublasLt since `LT_FOR_MATRICES_AS_BIAS`, in half precision.
     """
@@ -207,7 +219,7 @@ def _has_lt_bias(call: OpCall) -> bool:
 def _in_its_type(func: torch._ops.OpOverload) -> Callable[..., Any] | None:
     """See `widened`. The CPU has no kernel for the overloads with a dtype for the result."""
     if func._schema.overload_name.startswith("dtype"):
-        return functools.partial(_in_another_dtype, getattr(torch, func.overloadpacket.__name__))
+        return partial(_in_another_dtype, getattr(torch, func.overloadpacket.__name__))
     return widened(func)
 
 
@@ -232,21 +244,21 @@ def _matrices(operation: Operation, bias: int = 0) -> Cost:
 _PRODUCT = OperatorClass(_matrices, is_fusible=False, tf32_setting="matmul", depends_on_strides=True)
 _ADDED = _PRODUCT._replace(formula=lambda operation: _matrices(operation, bias=1))
 _VECTOR = moves(is_fusible=False, host=PRODUCT_ON_HOST, **_OF_VECTORS)
-_of = functools.partial(functools.partial, with_workspace)  # the recipe, with what it needs of an operator
 OPERATORS = {
-    "mm": Row(_PRODUCT, _of(kernel="addmm_cuda", matrices=_FIRST_TWO), cpu_kernel=_in_its_type),
-    "bmm": Row(_PRODUCT, _of(kernel="baddbmm_cuda", matrices=_FIRST_TWO), cpu_kernel=_in_its_type),
+    "mm": Row(_PRODUCT, partial(with_workspace, kernel="addmm_cuda", where=slice(0, 2)), cpu_kernel=_in_its_type),
+    "bmm": Row(_PRODUCT, partial(with_workspace, kernel="baddbmm_cuda", where=slice(0, 2)), cpu_kernel=_in_its_type),
     "addmm": Row(_ADDED, addmm, cpu_kernel=_in_its_type),
     "_addmm_activation": Row(_ADDED, addmm),
-    "addmm_": Row(_ADDED, _of(kernel="addmm_cuda", matrices=_LAST_TWO)),
-    "baddbmm": Row(_ADDED, _of(kernel="baddbmm_cuda", matrices=_LAST_TWO), cpu_kernel=_in_its_type),
-    "baddbmm_": Row(_ADDED, _of(kernel="baddbmm_cuda", matrices=_LAST_TWO)),
-    **dict.fromkeys(("addbmm", "addbmm_"), Row(_ADDED, _of(kernel="addmm_cuda"))),
-    **dict.fromkeys(("_int_mm", "_scaled_mm"), Row(_PRODUCT, _of(lt=True))),
+    "addmm_": Row(_ADDED, partial(with_workspace, kernel="addmm_cuda", where=slice(1, 3))),
+    "baddbmm": Row(_ADDED, partial(with_workspace, kernel="baddbmm_cuda", where=slice(1, 3)), cpu_kernel=_in_its_type),
+    "baddbmm_": Row(_ADDED, partial(with_workspace, kernel="baddbmm_cuda", where=slice(1, 3))),
+    **dict.fromkeys(("addbmm", "addbmm_"), Row(_ADDED, partial(with_workspace, kernel="addmm_cuda"))),
+    **dict.fromkeys(("_int_mm", "_scaled_mm"), Row(_PRODUCT, partial(with_workspace, lt=True))),
     "_grouped_mm": Row(_PRODUCT),
-    "mv": Row(_VECTOR, _of(kernel="addmv_impl_cuda", matrices=_FIRST_TWO)),
-    **dict.fromkeys(("addmv", "addmv_"), Row(_VECTOR, _of(kernel="addmv_impl_cuda", matrices=_LAST_TWO))),
-    **dict.fromkeys(("dot", "vdot"), Row(_VECTOR, _of(kernel="dot"))),
+    "mv": Row(_VECTOR, partial(with_workspace, kernel="addmv_impl_cuda", where=slice(0, 2))),
+    "addmv": Row(_VECTOR, partial(with_workspace, kernel="addmv_impl_cuda", where=slice(1, 3))),
+    "addmv_": Row(_VECTOR, partial(with_workspace, kernel="addmv_impl_cuda", where=slice(1, 3))),
+    **dict.fromkeys(("dot", "vdot"), Row(_VECTOR, partial(with_workspace, kernel="dot"))),
     **dict.fromkeys(("ger", "addr"), Row(_VECTOR)),
     **dict.fromkeys(("linalg_solve_triangular", "triangular_solve"), Row(READS_AND_WRITES, with_workspace)),
 }
