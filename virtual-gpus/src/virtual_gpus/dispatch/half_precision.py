@@ -1,10 +1,11 @@
-"""What this computer's CPU has no fast kernels for in half precision, or none at all: computed in float32.
+"""Operators are computed in float32 if this computer's CPU has no fast kernel for half precision, or none at all.
 
-Only numbers are concerned. A GPU adds up half precision in float32 too, so memory and time are as without this.
+This changes only the numbers of a result. A GPU also adds up half precision in float32, and memory and time are as
+without this module.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from operator import methodcaller
 from typing import Any
 
@@ -17,42 +18,40 @@ _REFUSED = ("not implemented for 'Half'", "not implemented for 'BFloat16'")
 
 @functools.cache
 def slow_types() -> tuple[torch.dtype, ...]:
-    """The types of half precision for which oneDNN has no kernels on this CPU. PyTorch's own are 10 to 70 times slower.
+    """The types of half precision for which oneDNN has no kernels on this CPU.
 
-    Measured with products of 1,024 x 1,024 on a CPU with AVX2 alone.
+    PyTorch's own kernels are 10 to 70 times slower. This was measured with products of 1,024 x 1,024 on a CPU that has
+    AVX2, but not AVX-512.
     """
     mkldnn = torch.ops.mkldnn
     has = {torch.bfloat16: mkldnn._is_mkldnn_bf16_supported(), torch.float16: mkldnn._is_mkldnn_fp16_supported()}
     return tuple(dtype for dtype, supported in has.items() if not supported)
 
 
-def wide(tensor: torch.Tensor) -> torch.Tensor:
-    """Half types in float32, in which CUDA adds up; other tensors as they are."""
-    return tensor.float() if tensor.dtype in HALVES else tensor
-
-
-def wide_if_slow(tensor: Any) -> Any:
-    """A tensor or None, in float32 where this CPU has no fast kernels: results are rounded once, as a GPU's are."""
-    return tensor.float() if tensor is not None and tensor.dtype in slow_types() else tensor
+def wide(value: Any, types: Collection[torch.dtype] = HALVES) -> Any:
+    """A tensor of one of these types in float32, in which CUDA adds up. Anything else is returned as it is."""
+    return value.float() if isinstance(value, torch.Tensor) and value.dtype in types else value
 
 
 def widened(func: torch._ops.OpOverload, rounded: int | None = None) -> Callable[..., Any] | None:
-    """What computes in float32 where half precision is slow. None for other CPUs, and for `out=`. rounded: so many of
-    the results are rounded; the others are in float32 on any CPU. None: all."""
-    if not slow_types() or func._schema.overload_name:
-        return None
+    """A function that computes `func` in float32 if the CPU is slow in half precision, and rounds the results once.
+
+    None if no type is slow on this CPU, and for `out=`. rounded: the number of results that are rounded, if there are
+    others, which are in float32 on any CPU. Tensors of two types are left to the CPU's kernel, which refuses them.
+    """
+    slow = slow_types()
 
     def run(*args: Any, **options: Any) -> Any:
-        dtype = args[0].dtype
-        if dtype not in slow_types() or args[0].is_meta or any(arg.dtype is not dtype for arg in args[1:2]):  # refused
+        first, second = args[:2]
+        if first.dtype not in slow or first.dtype is not second.dtype or first.is_meta:
             return func._op(*args, **options)
         return _in_float32(func, rounded, args, options)
 
-    return run
+    return None if func._schema.overload_name or not slow else run
 
 
 def widened_if_refused(func: torch._ops.OpOverload) -> Callable[..., Any] | None:
-    """What computes in float32 what the CPU's kernel refuses in half precision. None for `out=`."""
+    """The same if the CPU's kernel refuses half precision. None for `out=`."""
 
     def run(*args: Any, **options: Any) -> Any:
         try:
@@ -66,22 +65,23 @@ def widened_if_refused(func: torch._ops.OpOverload) -> Callable[..., Any] | None
 
 
 def _in_float32(func: torch._ops.OpOverload, rounded: int | None, args: Any, options: Any) -> Any:
-    """Compute in float32 and round once, as a GPU does, whose sums of half precision are in float32."""
-    dtype, given = args[0].dtype, {**dict(zip([a.name for a in func._schema.arguments], args, strict=False)), **options}
-    wider = {n: a.float() if isinstance(a, torch.Tensor) and a.dtype is dtype else a for n, a in given.items()}
+    """Compute `func` in float32. Round the results, and what it writes to, as a GPU does."""
+    arguments, dtype = func._schema.arguments, args[0].dtype
+    given = dict(zip([argument.name for argument in arguments], args, strict=False)) | options
+    wider = {name: wide(value, (dtype,)) for name, value in given.items()}
     result = func._op(**wider)
-    for argument in func._schema.arguments:
+    for argument in arguments:
         if argument.is_write:
             given[argument.name].copy_(wider[argument.name])
-    if func._schema.arguments[0].is_write:
+    if arguments[0].is_write:
         return args[0]
     if rounded is not None:
         return *(part.to(dtype) for part in result[:rounded]), *result[rounded:]
     return tree_map_only(torch.Tensor, methodcaller("to", dtype), result)
 
 
-def of_halves(func: torch._ops.OpOverload) -> Callable[..., torch.Tensor]:
-    """Softmax's floats of halves, and gradients of halves from those of floats, which the CPU's kernels refuse."""
+def softmax_of_halves(func: torch._ops.OpOverload) -> Callable[..., torch.Tensor]:
+    """A softmax that takes halves to floats, or its gradient, from floats to halves. The CPU's kernels refuse both."""
 
     def run(tensor: torch.Tensor, *others: Any, **out: torch.Tensor) -> torch.Tensor:
         if others[-1] is True:  # `half_to_float`

@@ -44,7 +44,10 @@ def _row(either_order: str = "", channels_first: str = "", refused: str = "", cp
     """Of an operator that reads and writes its bytes: see `[rows]` in images.toml."""
     names, copy_of = (either_order, packed_copy) if either_order else (channels_first, channels_first_copy)
     recipe = packed(*names.split(), copy_of=copy_of) if names else None
-    check, instead = not_deterministic(refused) if refused else None, widened_if_refused if cpu_lacks else None
+    check, instead = (
+        not_deterministic(refused) if refused else None,
+        widened_if_refused if cpu_lacks else None,
+    )
     return Row(READS_AND_WRITES, recipe, check, instead)
 
 

@@ -7,7 +7,7 @@ import torch
 
 from virtual_gpus import figures
 from virtual_gpus.clock.cost import moves
-from virtual_gpus.dispatch.half_precision import of_halves
+from virtual_gpus.dispatch.half_precision import softmax_of_halves
 from virtual_gpus.dispatch.operators import OpCall, Row
 from virtual_gpus.dispatch.recipes import channels_first, channels_first_copy, packed_copies
 from virtual_gpus.patches.table import Patch
@@ -39,9 +39,9 @@ def one_kernel(owner: Any, name: str) -> Callable[..., torch.Tensor]:
 
 _FORWARD, _BACKWARD = moves(**_FITTED["softmax"]), moves(**_FITTED["softmax_backward"])
 OPERATORS = {
-    **dict.fromkeys(("_softmax", "_log_softmax"), Row(_FORWARD, channels_first("self"), cpu_kernel=of_halves)),
-    "_softmax_backward_data": Row(_BACKWARD, softmax_backward, cpu_kernel=of_halves),
-    "_log_softmax_backward_data": Row(_BACKWARD, channels_first("grad_output", "output"), cpu_kernel=of_halves),
+    **dict.fromkeys(("_softmax", "_log_softmax"), Row(_FORWARD, channels_first("self"), cpu_kernel=softmax_of_halves)),
+    "_softmax_backward_data": Row(_BACKWARD, softmax_backward, cpu_kernel=softmax_of_halves),
+    "_log_softmax_backward_data": Row(_BACKWARD, channels_first("grad_output", "output"), cpu_kernel=softmax_of_halves),
 }
 _PAIRS = [(owner, name) for owner in (torch, torch.Tensor, torch.special) for name in ("softmax", "log_softmax")]
 _PATCHES: list[Patch] = [(*pair, one_kernel(*pair)) for pair in _PAIRS]

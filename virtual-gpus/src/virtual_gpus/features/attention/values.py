@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from virtual_gpus.arithmetic import ceil_div
-from virtual_gpus.dispatch.half_precision import wide, wide_if_slow
+from virtual_gpus.dispatch.half_precision import slow_types, wide
 
 Parts, Mask, Scale = tuple[Tensor, Tensor, Tensor], Tensor | None, float | None  # None: no mask; 1 / sqrt(width)
 Gradients = tuple[Tensor, Tensor, Tensor, Tensor | None]  # gradients of query, key, value and a bias that wants one
@@ -37,7 +37,8 @@ class Numbers:
         """The output, and the logarithm of each row's sum (None if the CPU's kernel did not run)."""
         query, (key, value) = self.query, self._for_all_heads()
         if self.fused:
-            parts, bias = [wide_if_slow(part) for part in (query, key, value)], wide_if_slow(self.bias)
+            parts = query, key, value, self.bias
+            *parts, bias = map(wide, parts) if query.dtype in slow_types() else parts
             out, lse = _fused(*parts, 0.0, self.causal, attn_mask=bias, scale=self.scale)
             return out.to(query.dtype), lse
         parts = [
@@ -51,9 +52,10 @@ class Numbers:
         """Gradients of query, key, value and of a bias that wants one (else None)."""
         query, (key, value) = self.query, self._for_all_heads()
         if self.fused:
-            parts, bias = [wide_if_slow(part) for part in (gradient, query, key, value, out)], wide_if_slow(self.bias)
-            parts = _fused_backward(*parts, lse, 0.0, self.causal, attn_mask=bias, scale=self.scale)
-            gradients: Gradients = *(part.to(query.dtype) for part in parts), None
+            parts = gradient, query, key, value, out, self.bias
+            *parts, bias = map(wide, parts) if query.dtype in slow_types() else parts
+            results = _fused_backward(*parts, lse, 0.0, self.causal, attn_mask=bias, scale=self.scale)
+            gradients: Gradients = *(result.to(query.dtype) for result in results), None
         else:
             gradients = self._all_samples(gradient, key, value, seed)
         return gradients[0], _added_up(gradients[1], self.key), _added_up(gradients[2], self.value), gradients[3]

@@ -12,7 +12,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from virtual_gpus.clock.cost import READS_AND_WRITES
-from virtual_gpus.dispatch.half_precision import wide_if_slow
+from virtual_gpus.dispatch.half_precision import slow_types, wide
 from virtual_gpus.dispatch.operators import OpCall, Row
 from virtual_gpus.errors import scalar_type
 from virtual_gpus.features.autocast import below_autocast
@@ -145,7 +145,7 @@ class RecurrentCall:
     def _run(self, inputs: Inputs) -> tuple[torch.Tensor, ...]:
         """In float32 where this CPU has no kernels for the type: the results are rounded once, as a GPU's are."""
         dtype = inputs.input.dtype
-        input, hx, cx, params = inputs.mapped(wide_if_slow)
+        input, hx, cx, params = inputs.mapped(wide) if dtype in slow_types() else inputs
         states = hx if cx is None else [hx, cx]
         settings = (params, self.biases, self.layers, self.dropout, self.train, self.bidirectional)
         if self.batch_sizes is not None:
