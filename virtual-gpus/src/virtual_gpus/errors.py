@@ -20,6 +20,8 @@ import torch
 
 from virtual_gpus import figures
 
+WORDS: dict[str, str] = {}  # of features, which add theirs: see `in_words_of_cuda`
+
 
 class NotModelled(NotImplementedError):
     """A PyTorch function or operator that virtual GPUs do not model. They never fall back to the CPU silently."""
@@ -162,6 +164,6 @@ def other_scalar_type(tensor: torch.Tensor, other: torch.Tensor) -> RuntimeError
 
 def in_words_of_cuda(text: str) -> str:
     """`text`, an error of a kernel of the CPU, with CUDA's names of kernels and types of tensors (errors.toml)."""
-    for of_cpu, of_cuda in figures.beside(__file__).items():
+    for of_cpu, of_cuda in (WORDS | figures.beside(__file__)).items():
         text = re.sub(of_cpu, of_cuda, text)
     return text

@@ -7,6 +7,7 @@ have these names, which are all that the package knows of it:
     OPERATORS        by the base name of an operator ("mm"), or "_foreach_*" for all of these: its `operators.Row`
     KINDS            by namespace of operators: the kind that they are, if it is one of their own
     ROUTES           by kind of operator (`operators.Operator.kind`): what is done with one
+    WORDS            by a regular expression for what errors of the CPU's kernels say: what CUDA's say, see errors.toml
     ALLOCATES        functions that ask for GPU memory of one kind, each as a `timeline.peak.Allocator`
     TIMED            by the name in a row of `clock.measured` that is no operator: given its positional arguments, its
                      named ones and a device, what `measure` times
@@ -30,7 +31,7 @@ from contextlib import ExitStack
 from types import ModuleType
 from typing import Any
 
-from virtual_gpus import settings
+from virtual_gpus import errors, settings
 from virtual_gpus.dispatch import operators, routes
 from virtual_gpus.machine import VirtualMachine
 from virtual_gpus.patches import captured, table
@@ -58,6 +59,7 @@ def _merged(name: str) -> dict[Any, Any]:
 operators.ROWS.update(_merged("OPERATORS"))
 operators.KINDS.update(_merged("KINDS"))
 operators.ROUTES.update(routes.ROUTES | _merged("ROUTES"))
+errors.WORDS.update(_merged("WORDS"))
 TIMED = _merged("TIMED")
 settings.CHECKS += _offered("check_settings")
 peak.ALLOCATORS += [peak.Allocator(*row) for rows in _offered("ALLOCATES") for row in rows]

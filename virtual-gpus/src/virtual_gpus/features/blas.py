@@ -30,7 +30,7 @@ from virtual_gpus.threads import OfEachThread, this_thread
 from virtual_gpus.versions import LT_FOR_MATRICES_AS_BIAS
 
 MULTIPLIED = {torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.complex128}  # by CUDA
-_PRODUCTS, _OF_VECTORS = (figures.beside(__file__)[part] for part in ("products", "vector"))
+_PRODUCTS, _OF_VECTORS, WORDS = (figures.beside(__file__)[part] for part in ("products", "vector", "words"))
 _LT_TYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 Tiles = tuple[tuple[int, int, float], ...]  # rows, columns, and the share of the peak that they reach
 stands_in_for: OfEachThread[object] = OfEachThread(None)  # the replica of DataParallel whose thread this one is
