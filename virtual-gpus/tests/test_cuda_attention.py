@@ -12,10 +12,11 @@ from measuring import bytes_of, events_of, with_and_without_numbers
 from pairwise import pairwise, title
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from virtual_gpus import virtual_gpus
-from virtual_gpus.features.attention.kernels import AttentionCall, Cudnn, Efficient, Flash, _best_split
+from virtual_gpus.features.attention.kernels import CUDNN_OF_WHEELS, AttentionCall, Cudnn, Efficient, Flash, _best_split
 from virtual_gpus.features.attention.sdpa import Formula, choose, order
 from virtual_gpus.gpus import spec
 from virtual_gpus.settings import INSTALLED
+from virtual_gpus.versions import NEWEST
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 FUSED = (SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION)
@@ -158,7 +159,7 @@ def test_switches_and_priorities(monkeypatch):
     finally:
         torch.use_deterministic_algorithms(False)
     monkeypatch.setenv("TORCH_CUDNN_SDPA_DEPRIORITIZED", "1")
-    assert choose(half) == Flash
+    assert choose(half) == Flash and max(CUDNN_OF_WHEELS) == NEWEST
 
 
 MISTAKES = [

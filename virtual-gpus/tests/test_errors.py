@@ -234,9 +234,7 @@ def test_what_cuda_refuses_and_the_cpu_computes_and_the_other_way_round():
         "expected scalar type Float but found Half": lambda: layer.half()(floats),
         "Expected tensor for argument #1 'indices' to have one of the following scalar types: Long, Int; but got "
         "torch.cuda.FloatTensor": lambda: F.embedding(floats, floats[0]),
-        "Virtual GPUs do not model aten::cudnn_convolution": lambda: torch.cudnn_convolution(
-            floats[None], floats[None], (0, 0), (1, 1), (1, 1), 1, False, True, False
-        ),
+        "Virtual GPUs do not model aten::cudnn": lambda: torch.cudnn_convolution(x, x, *[(1,)] * 3, 1, *[False] * 3),
         "\"ufunc_add_CUDA\" not implemented for 'UInt16'": lambda: x.to(torch.uint16) + x.to(torch.uint16),
         "\"host_softmax\" not implemented for 'Long'": lambda: F.softmax(x, 1),
         **({"Could not run 'aten::histogram.bin_ct'": lambda: x.float().histogram(2)} if torch.version.cuda else {}),

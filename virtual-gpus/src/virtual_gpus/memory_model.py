@@ -20,12 +20,14 @@ from typing import Literal
 from virtual_gpus.arithmetic import ceil_div, power_of_2
 from virtual_gpus.gpus import GPUSpec, spec
 from virtual_gpus.memory.options import Options
-from virtual_gpus.versions import FREED_WORKSPACES, UNIFIED_WORKSPACES
+from virtual_gpus.versions import Version
 
 __all__ = ["BlasWorkspaces", "blas_workspaces", "reduction_scratch", "round_size", "segment_size"]
 
 _DEFAULTS = Options()
 _KIB = 1 << 10
+_UNIFIED_WORKSPACES: Version = (2, 12)  # cuBLAS and cublasLt share one (ATen/cuda/CublasHandlePool.cpp)
+_FREED_WORKSPACES: Version = (2, 15)  # each operator frees its own again (the same file)
 Ints = tuple[int, ...]
 Library = Literal["cublas", "cublaslt"]
 _Dim = tuple[int, int]  # length and stride, in elements
@@ -77,7 +79,7 @@ class BlasWorkspaces:
 
 
 def blas_workspaces(
-    gpu: GPUSpec | str, torch_version: tuple[int, int], environment: Mapping[str, str] | None = None
+    gpu: GPUSpec | str, torch_version: Version, environment: Mapping[str, str] | None = None
 ) -> BlasWorkspaces:
     """The workspaces for a kind of GPU and a version of PyTorch. environment: settings, by default os.environ.
 
@@ -103,14 +105,14 @@ def blas_workspaces(
     text = settings.get("CUBLASLT_WORKSPACE_SIZE", "")
     kept = keeps_workspaces(torch_version, settings)
     asked = settings.get("TORCH_CUBLASLT_UNIFIED_WORKSPACE")
-    unified = kept and (asked == "1" or (torch_version >= UNIFIED_WORKSPACES and asked != "0"))
-    paired = not unified and torch_version < UNIFIED_WORKSPACES  # cublasLt's handle was cuBLAS's, with its workspace
+    unified = kept and (asked == "1" or (torch_version >= _UNIFIED_WORKSPACES and asked != "0"))
+    paired = not unified and torch_version < _UNIFIED_WORKSPACES  # cublasLt's handle was cuBLAS's, with its workspace
     return BlasWorkspaces(cublas * _KIB, (int(text) if text.isdigit() else 1024) * _KIB, kept, unified, paired)
 
 
-def keeps_workspaces(torch_version: tuple[int, int], environment: Mapping[str, str]) -> bool:
+def keeps_workspaces(torch_version: Version, environment: Mapping[str, str]) -> bool:
     """True if workspaces are never freed. This is always the case before 2.15, and since then only on request."""
-    return torch_version < FREED_WORKSPACES or environment.get("TORCH_CUBLAS_WORKSPACE_CACHE") == "1"
+    return torch_version < _FREED_WORKSPACES or environment.get("TORCH_CUBLAS_WORKSPACE_CACHE") == "1"
 
 
 def _sheet(gpu: GPUSpec | str) -> GPUSpec:

@@ -27,11 +27,12 @@ from virtual_gpus.memory_model import Library, blas_workspaces
 from virtual_gpus.patches.table import Patch
 from virtual_gpus.placement.storages import ScratchBlock, nbytes
 from virtual_gpus.threads import OfEachThread, this_thread
-from virtual_gpus.versions import LT_FOR_MATRICES_AS_BIAS
+from virtual_gpus.versions import Version
 
 MULTIPLIED = {torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.complex128}  # by CUDA
 _PRODUCTS, _OF_VECTORS, WORDS = (figures.beside(__file__)[part] for part in ("products", "vector", "words"))
 _LT_TYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+_LT_FOR_MATRICES_AS_BIAS: Version = (2, 15)  # addmm takes cublasLt in half precision (native/cuda/Blas.cpp)
 Tiles = tuple[tuple[int, int, float], ...]  # rows, columns, and the share of the peak that they reach
 stands_in_for: OfEachThread[object] = OfEachThread(None)  # the replica of DataParallel whose thread this one is
 
@@ -204,7 +205,7 @@ def addmm(call: OpCall) -> torch.Tensor:
 def _has_lt_bias(call: OpCall) -> bool:
     """True if cublasLt adds the bias (isInputCompliesAddmmCudaLt). If not, it is first copied into the result.
 
-    A matrix as bias goes through cublasLt since `LT_FOR_MATRICES_AS_BIAS`, in half precision.
+    A matrix as bias goes through cublasLt since `_LT_FOR_MATRICES_AS_BIAS`, in half precision.
     """
     bias, _, mat2 = call.args[:3]
     shape = mat2.shape
@@ -213,7 +214,7 @@ def _has_lt_bias(call: OpCall) -> bool:
     if bias.is_contiguous() and 1 <= bias.dim() <= 2 and bias.numel() == bias.shape[-1] == shape[1]:
         return True
     half = bias.dim() == 2 and bias.dtype in _LT_TYPES[2:] and bias.is_contiguous() and bias.shape[0] > 1
-    return half and call.gpu.machine.settings.version >= LT_FOR_MATRICES_AS_BIAS
+    return half and call.gpu.machine.settings.version >= _LT_FOR_MATRICES_AS_BIAS
 
 
 def _in_its_type(func: torch._ops.OpOverload) -> Callable[..., Any] | None:

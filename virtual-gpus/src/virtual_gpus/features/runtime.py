@@ -10,9 +10,9 @@ import torch
 from virtual_gpus import errors
 from virtual_gpus.features.cuda.devices import _lazy_init, gpu_at
 from virtual_gpus.patches.table import Patch, in_package
-from virtual_gpus.versions import NCCL_OF_WHEELS
 
 _raw_version = torch.cuda.nccl.version
+_NCCL_OF_WHEELS = (2, 28, 9)  # of PyTorch 2.11 for Linux
 
 
 class cudaError(int):
@@ -67,7 +67,7 @@ def _sleep(cycles: int) -> None:
 
 def version() -> tuple[int | str, ...]:
     """torch.cuda.nccl.version(): of the NCCL in this PyTorch. Nothing of it runs (`features.distributed`)."""
-    return _raw_version() if hasattr(torch._C, "_nccl_version") else NCCL_OF_WHEELS
+    return _raw_version() if hasattr(torch._C, "_nccl_version") else _NCCL_OF_WHEELS
 
 
 def patches() -> list[Patch]:

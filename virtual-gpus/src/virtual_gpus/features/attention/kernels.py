@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
-from virtual_gpus import figures, versions
+from virtual_gpus import figures
 from virtual_gpus.arithmetic import ceil_div, rounded_up
 from virtual_gpus.clock.cost import PRODUCT_ON_HOST
 from virtual_gpus.clock.work import Cost
@@ -29,12 +29,21 @@ from virtual_gpus.features.attention.values import Mask, Numbers, Parts, Scale
 from virtual_gpus.gpus import GPUSpec
 from virtual_gpus.placement.storages import ScratchBlock, StorageAllocation, empty_in, put, scratch
 from virtual_gpus.settings import INSTALLED
-from virtual_gpus.versions import CUDNN_OF_WHEELS, NEWEST, Version
+from virtual_gpus.versions import NEWEST, Version
 
 Blocks = list[StorageAllocation]
 FLOAT = 4
 _FITTED = figures.beside(__file__)
 _CUDNN_OWN: int = _FITTED["memory"]["cudnn"]
+# Rules of sdp_utils.cpp and attention.cpp, and the version of PyTorch since which each holds.
+_CUDNN_DROPOUT_IN_SIXTEENTHS: Version = (2, 12)  # cuDNN's kernel takes no other probability
+_EFFICIENT_NEEDS_ALIGNMENT: Version = (2, 13)  # of where its inputs begin, from Ampere on
+_CUDNN_LIMITS_BATCH_AND_HEADS: Version = (2, 13)  # to 65535
+_SHARED_HEADS: Version = (2, 14)  # the memory-efficient kernel shares keys among heads, and all kernels one key
+_CUDNN_WIDE_HEADS: Version = (2, 15)  # of up to 256 numbers, if cuDNN is newer than this:
+_CUDNN_HAS_WIDE_HEADS = 92200  # as PyTorch counts it
+# Where torch was built without cuDNN: what the wheels for Linux bring.
+CUDNN_OF_WHEELS: dict[Version, int] = {(2, 11): 91900, (2, 12): 92000, (2, 13): 92000, (2, 14): 92600, (2, 15): 92600}
 
 
 @dataclass(slots=True)
@@ -88,7 +97,7 @@ class AttentionCall:
         (n, query), (key_n, key), (value_n, value) = (part.shape[:2] for part in self.parts)
         if not n == key_n == value_n:
             return False
-        one_for_all = may_share and self.version >= versions.SHARED_HEADS and query and key == value == 1
+        one_for_all = may_share and self.version >= _SHARED_HEADS and query and key == value == 1
         if query == key == value or one_for_all:
             return True
         if not (may_share and self.gqa) or (same and key != value):
@@ -218,7 +227,7 @@ class Cudnn(Kernel):
             and call.query.dtype in HALVES
             and call.spec.capability >= (8, 0)
             and not must_be_deterministic()
-            and (call.version < versions.CUDNN_DROPOUT_IN_SIXTEENTHS or call.dropout * 16 % 1 == 0)
+            and (call.version < _CUDNN_DROPOUT_IN_SIXTEENTHS or call.dropout * 16 % 1 == 0)
             and call.is_dense(ignore_width_one=True)
             and call.heads_fit(may_share=True, same=False)
             and (call.mask is None or Cudnn._takes_mask(call, call.mask))
@@ -236,11 +245,11 @@ class Cudnn(Kernel):
         """check_cudnn_tensor_shapes, where all numbers are."""
         pair = width, value_width = call.query.shape[-1], call.value.shape[-1]
         wide = rule("prefers_cudnn", call.spec)
-        may_be_wider = wide and call.version >= versions.CUDNN_WIDE_HEADS
-        newest = may_be_wider and cudnn_version(call.version) > versions.CUDNN_HAS_WIDE_HEADS
+        may_be_wider = wide and call.version >= _CUDNN_WIDE_HEADS
+        newest = may_be_wider and cudnn_version(call.version) > _CUDNN_HAS_WIDE_HEADS
         limit = 256 if newest else 192 if wide and pair == (192, 128) else 128
         one_row = call.key.shape[-2] == 1 or (call.dropout and call.query.shape[-2] == 1)
-        too_many = call.version >= versions.CUDNN_LIMITS_BATCH_AND_HEADS and max(call.query.shape[:2]) > 65535
+        too_many = call.version >= _CUDNN_LIMITS_BATCH_AND_HEADS and max(call.query.shape[:2]) > 65535
         if max(pair) > limit or width % 8 or value_width % 8 or one_row or too_many:
             return False
         # Such wide heads have no backward pass otherwise.
@@ -378,9 +387,9 @@ class Efficient(Kernel):
             and call.spec.capability >= (5, 0)
             and query == key > 0 < value
             and query % multiple == value % multiple == 0
-            and (aligned or call.version < versions.EFFICIENT_NEEDS_ALIGNMENT or major < 8)
+            and (aligned or call.version < _EFFICIENT_NEEDS_ALIGNMENT or major < 8)
             and call.is_dense(ignore_width_one=False)
-            and call.heads_fit(may_share=call.version >= versions.SHARED_HEADS, same=True)
+            and call.heads_fit(may_share=call.version >= _SHARED_HEADS, same=True)
         )
 
     @staticmethod

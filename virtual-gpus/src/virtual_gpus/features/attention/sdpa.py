@@ -30,9 +30,11 @@ from virtual_gpus.patches.table import Patch
 from virtual_gpus.placement.storages import device_of, gpu_of, is_wrapper
 from virtual_gpus.placement.wrappers import arrived, is_dtensor
 from virtual_gpus.settings import INSTALLED
-from virtual_gpus.versions import ATTENTION_IN_THREE_DIMENSIONS, CUDNN_COMES_FIRST, Version
+from virtual_gpus.versions import Version
 
 _raw = torch._C._nn.scaled_dot_product_attention
+_THREE_DIMENSIONS: Version = (2, 14)  # get a batch of one (attention.cpp)
+_CUDNN_COMES_FIRST = 91500  # if it is newer than this, on Hopper and Blackwell (sdp_utils.cpp)
 
 
 def scaled_dot_product_attention(
@@ -77,7 +79,7 @@ def _on_gpu(
             "Expected query, key, and value to have the same device type, but got "
             f"query.device: {q} key.device: {k} and value.device: {v} instead."
         )
-    parts, is_new = (query, key, value), gpu.machine.settings.version >= ATTENTION_IN_THREE_DIMENSIONS
+    parts, is_new = (query, key, value), gpu.machine.settings.version >= _THREE_DIMENSIONS
     if not is_new or not query.dim() == key.dim() == value.dim() == 3:
         return _attention(gpu, parts, mask, dropout, causal, scale, enable_gqa)
     parts = query.unsqueeze(0), key.unsqueeze(0), value.unsqueeze(0)
@@ -110,7 +112,7 @@ def choose(call: AttentionCall) -> "type[Fused | Formula]":
 def order(spec: GPUSpec, version: Version = INSTALLED) -> list[SDPBackend]:
     """The kernels in the order in which they are asked (priority_order in sdp_utils.cpp)."""
     wanted = [SDPBackend(number) for number in torch._C._get_sdp_priority_order()]
-    prefers_cudnn = rule("prefers_cudnn", spec) and cudnn_version(version) > CUDNN_COMES_FIRST
+    prefers_cudnn = rule("prefers_cudnn", spec) and cudnn_version(version) > _CUDNN_COMES_FIRST
     if os.environ.get("TORCH_CUDNN_SDPA_DEPRIORITIZED") == "1" or wanted[:3] != _ORDER or not prefers_cudnn:
         return wanted
     return [SDPBackend.CUDNN_ATTENTION, *_ORDER]

@@ -31,10 +31,11 @@ from virtual_gpus.features.distributed.whereabouts import report_location
 from virtual_gpus.machine import VirtualGPU, active, get_machine
 from virtual_gpus.patches.table import Patch, around
 from virtual_gpus.settings import INSTALLED
-from virtual_gpus.versions import GLOO_SPLITS
+from virtual_gpus.versions import Version
 
 _GLOO_FINISHES_IN_S = 1.0  # it needs microseconds, once the lock is free and a core too
 _LOOK_AGAIN_AFTER_S = 0.01
+_GLOO_SPLITS: Version = (2, 14)  # torch/csrc/distributed/c10d/ProcessGroupGloo.cpp
 
 
 @functools.cache
@@ -143,7 +144,7 @@ def _rest_at_exit() -> None:
 
 
 def _splitting(function: Callable[..., Any], *, split_ranks: Any, timeout: Any, group_desc: Any, **_: Any) -> Any:
-    """DeviceMesh splits groups that are bound to a GPU. Gloo and "fake" can be split since `GLOO_SPLITS`."""
+    """DeviceMesh splits groups that are bound to a GPU. Gloo and "fake" can be split since `_GLOO_SPLITS`."""
     groups = [torch.distributed.new_group(ranks, timeout=timeout, group_desc=group_desc) for ranks in split_ranks]
     return next((group for group in groups if isinstance(group, torch.distributed.ProcessGroup)), None)
 
@@ -259,7 +260,7 @@ def patches() -> list[Patch]:
         # Object collectives log it if TORCH_DISTRIBUTED_DEBUG is DETAIL. PyTorch's own asks CUDA's driver.
         rows.append((torch._C._distributed_c10d, "_hash_tensors", lambda tensors: 0))
     device_mesh = sys.modules.get("torch.distributed.device_mesh")
-    if INSTALLED < GLOO_SPLITS and hasattr(device_mesh, "split_group"):
+    if INSTALLED < _GLOO_SPLITS and hasattr(device_mesh, "split_group"):
         rows.append((device_mesh, "split_group", around(device_mesh.split_group, _splitting)))
     if hasattr(group, "split_group"):
         rows.append((group, "split_group", around(group.split_group, _split_group)))

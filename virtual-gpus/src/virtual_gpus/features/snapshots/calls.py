@@ -21,10 +21,12 @@ from virtual_gpus.memory.allocator import OutOfMemory
 from virtual_gpus.patches.table import Patch
 from virtual_gpus.settings import INSTALLED
 from virtual_gpus.threads import seen
-from virtual_gpus.versions import HOST_IN_SNAPSHOTS, POOLS_IN_HISTORY
+from virtual_gpus.versions import Version
 
 _CONTEXTS = {None: NEVER, "state": STATE, "alloc": ALLOC, "all": ALL}
 _DEFAULT_POOL = (0, 0)
+_POOLS_IN_HISTORY: Version = (2, 12)  # this and the next one: torch/csrc/cuda/Module.cpp
+_HOST_IN_SNAPSHOTS: Version = (2, 14)
 _Facts = dict[str, Any]  # a segment, a block or an event as PyTorch describes it
 recorders = Kept(lambda machine: [Recorder(gpu.allocator) for gpu in machine.gpus])
 
@@ -104,7 +106,7 @@ def _as_dictionary(segments: list[tuple[Recorder, _Facts]], traces: list[list[En
         "allocator_settings": described(),
         "external_annotations": [],
     }
-    return result | (dict[str, Any](host_segments=[], host_traces=[]) if INSTALLED >= HOST_IN_SNAPSHOTS else {})
+    return result | (dict[str, Any](host_segments=[], host_traces=[]) if INSTALLED >= _HOST_IN_SNAPSHOTS else {})
 
 
 def _event(entry: Entry, frames: dict[int, list[stacks.Frame]], epoch: int) -> _Facts:
@@ -118,7 +120,7 @@ def _event(entry: Entry, frames: dict[int, list[stacks.Frame]], epoch: int) -> _
         "compile_context": "N/A",
         "user_metadata": "",
     }
-    if INSTALLED >= POOLS_IN_HISTORY:
+    if INSTALLED >= _POOLS_IN_HISTORY:
         event["pool_id"] = _DEFAULT_POOL
     if entry.stack is not None:
         event["frames"] = frames[id(entry.stack)]
