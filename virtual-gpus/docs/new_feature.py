@@ -75,7 +75,7 @@ def main(arguments=None, root=ROOT):
         path.write_text(text.format(**vars(options)), encoding="utf-8", newline="\n")
         print(path.relative_to(root))
     print(f"Its arguments, of which call[NAME] gives one: {overload._schema}")
-    print("Fill the recipe and the test, and name the test in tests/data/features.toml. Then run: "
+    print("Fill the recipe and the test, and name the feature in tests/data/features.toml. Then run: "
           f"pytest tests/test_{options.name}.py tests/test_layers.py tests/test_features.py")  # fmt: skip
 
 

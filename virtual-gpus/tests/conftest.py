@@ -18,10 +18,11 @@ import pytest
 SETTINGS = ("CUDA_VISIBLE_DEVICES", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "CUBLAS_WORKSPACE_CONFIG",
             "CUBLASLT_WORKSPACE_SIZE", "TORCH_CUBLASLT_UNIFIED_WORKSPACE", "DISABLE_ADDMM_CUDA_LT")  # fmt: skip
 
-ABOUT = tomllib.loads((Path(__file__).parent / "data" / "features.toml").read_text("utf-8"))["tests"]
+TOLD = tomllib.loads((Path(__file__).parent / "data" / "features.toml").read_text("utf-8"))
 FEATURES = Path(importlib.util.find_spec("virtual_gpus").origin).with_name("features")
 HERE = {module.name for module in pkgutil.iter_modules([str(FEATURES)])}
-collect_ignore = [test for feature in ABOUT.keys() - HERE for test in ABOUT[feature]]
+GONE = {*TOLD["names"].split()} - HERE
+collect_ignore = [test for name in GONE for test in (f"test_{name}.py", *TOLD["tests"].get(name, ()))]
 
 
 def pytest_runtest_setup(item):

@@ -1,12 +1,21 @@
-"""What a piece of work takes of the first GPU's memory, and of the clock's time."""
+"""What tests share: what a piece of work takes of the first GPU's memory and of the clock's time, tables, tensors."""
+
+import tomllib
+from pathlib import Path
 
 import pytest
 import torch
 from virtual_gpus import record_timeline
+from virtual_gpus.dispatch.operators import operator
 from virtual_gpus.machine import active
 
 MIB = 1 << 20
 with_and_without_numbers = pytest.mark.parametrize("shapes_only", [False, True], ids=["numbers", "shapes"])
+
+
+def table(name):
+    """What tests/data/NAME.toml holds."""
+    return tomllib.loads((Path(__file__).parent / "data" / f"{name}.toml").read_text("utf-8"))
 
 
 def allocated():
@@ -67,6 +76,20 @@ def same(one, other, **tolerances):
 
 def empty(nbytes, device="cuda"):
     return torch.empty(nbytes, dtype=torch.uint8, device=device)
+
+
+def every_overload():
+    """The overloads of ATen's operators that are not composed of others."""
+    for full in sorted(torch._C._dispatch_get_all_op_names()):
+        name, _, overload = full.removeprefix("aten::").partition(".")
+        func = getattr(getattr(torch.ops.aten, name, None), overload or "default", None)
+        if full.startswith("aten::") and func is not None and not operator(func).is_composite:
+            yield func
+
+
+def needed(func):
+    """The arguments of an overload that have no default."""
+    return [a for a in func._schema.arguments if not a.has_default_value() and not a.kwarg_only]
 
 
 def function(forward, backward):

@@ -6,7 +6,6 @@ import json
 import random
 import sys
 import threading
-import tomllib
 from collections import Counter, defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -18,6 +17,7 @@ from types import SimpleNamespace
 
 import pytest
 from interrupts import interrupted_at, press
+from measuring import table
 from virtual_gpus import NotModelled
 from virtual_gpus.features.cuda.allocator_settings import parse
 from virtual_gpus.memory import allocator
@@ -261,7 +261,7 @@ def test_peaks_and_accumulated_figures_start_again_also_those_of_oversize_blocks
 
 
 # By options: steps on a GPU of 1000 MiB, the segments then, what the last step took and gave back.
-HAND = tomllib.loads((Path(__file__).parent / "data" / "allocator_by_hand.toml").read_text("utf-8"))
+HAND = table("allocator_by_hand")
 
 
 @pytest.mark.parametrize(("text", "steps", "segments", "last"), [(text, *row) for text in HAND for row in HAND[text]])

@@ -5,7 +5,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
-from measuring import recorded
+from measuring import recorded, table
 from ranks import fully_sharded
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -186,24 +186,15 @@ def test_queues_streams_and_waits():
         assert {"cuda:0, all-reduce, tp", "cuda:0, broadcast, tp", "cuda:0, all-reduce, dp"} < set(rows)
 
 
-H100, A100 = {"adapters": 8}, {"kind": "A100", "network": "EFA 100", "adapters": 4}
-PUBLISHED = [  # kind, ranks, of which a host has so many, its GPUs and adapters, MiB, bytes per second, relative error
-    ("all_reduce", 8, 8, H100, 8192, 370e9, 0.06),  # NCCL_ALGO=RING, NVIDIA/nccl-tests, issue 212; nccl, issue 1455
-    ("all_reduce", 32, 8, H100, 8192, 320e9, 0.04),  # 4 hosts, nccl, issue 1221
-    ("all_reduce", 256, 8, H100, 2048, 340e9, 0.17),  # 32 hosts, nccl, issue 1218
-    ("all_gather", 256, 8, H100, 2048, 200e9, 0.06),  # the same
-    ("all_reduce", 1984, 8, H100, 512, 350e9, 0.23),  # 248 hosts of 8 H200, nccl-tests, issue 283
-    ("all_reduce", 2, 1, H100, 8192, 47e9, 0.18),  # an adapter for each GPU: 46 to 48, nccl-tests, issue 290
-    ("all_reduce", 32, 8, A100, 1024, 29.6e9, 0.06),  # 4 hosts, nccl, issue 527
-]
+PUBLISHED = table("bus_bandwidths")
 
 
-@pytest.mark.parametrize("kind, ranks, here, host, mebibytes, published, error", PUBLISHED)
+@pytest.mark.parametrize("kind, ranks, here, host, mebibytes, published, error", PUBLISHED["rows"])
 def test_bus_bandwidth_of_real_hosts(kind, ranks, here, host, mebibytes, published, error):
     """On hosts of 8 GPUs. Where an adapter of 400 Gbit/s is the slowest link, the model is too slow, since its 0.78 is
     the fraction of NVLink that is reached."""
     nbytes, sent = mebibytes << 20, 2 if kind == "all_reduce" else 1
-    seconds = collective_seconds(on_host(ranks, here=here, **host), kind, nbytes)
+    seconds = collective_seconds(on_host(ranks, here=here, **PUBLISHED[host]), kind, nbytes)
     assert sent * (ranks - 1) / ranks * nbytes / seconds == pytest.approx(published, rel=error)
 
 

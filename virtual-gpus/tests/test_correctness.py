@@ -1,6 +1,6 @@
 """The same program on the CPU and on virtual GPUs, compared number by number. The kernels are the same, so most
 comparisons ask for equal bits. Optimizers are the exception: on a GPU they take the foreach road, which rounds in
-another order (see test_optimizers.py)."""
+another order (see test_foreach.py)."""
 
 import copy
 import io

@@ -6,12 +6,14 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
+from measuring import table
 from torch import nn
 from virtual_gpus import NotModelled, active_machine, errors, virtual_gpus
 
 MISSING = [lambda: one(device="cuda:2"), lambda: one().to("cuda:7"), lambda: torch.tensor([1], device="cuda:2"),
            lambda: torch.cuda.set_device(2), lambda: torch.cuda.device(3).__enter__()]  # fmt: skip
 ELSEWHERE = "indices should be either on cpu or on the same device as the indexed tensor ({})"
+WRONG = table("wrong_settings")
 TYPES = "Input type (torch.cuda.FloatTensor) and {} type (torch.FloatTensor) should be the same"
 
 
@@ -141,20 +143,6 @@ REFUSED = {
     "as_nested_tensor|nested": lambda x: torch.nested.as_nested_tensor([x, x]),
     "nested": lambda x: torch.nested.nested_tensor_from_jagged(x, torch.tensor([0, 1, 2])),
 }
-VERSION = r"torch_version must be text from '2\.11' to '2\.15', .*'2\.13', not"
-BAD = [({"count": 0}, "at least 1"), ({"count": 1.5}, "integer"), ({"memory": "16"}, "unit"),
-       ({"memory": "-1 GiB"}, "-1"), ({"kind": "RTX 9090"}, "H200"),
-       *(({"torch_version": wrong}, VERSION) for wrong in ("2.10", "3.0", "2", "2.1x", (2, 11))),
-       ({"count": 8, "rank": 3}, "needs both rank and world_size"),
-       ({"count": 8, "rank": 8, "world_size": 8}, "ranks of 8 are 0 to 7"),
-       ({"count": 8, "rank": 0, "world_size": 12}, "Cannot fill hosts of 8 GPUs with 12 ranks"),
-       ({"count": 8, "rank": 0, "world_size": 16, "hosts": 2}, "so there are 2 hosts"),
-       *(({"hosts": wrong}, f"Cannot spread 2 GPUs evenly over {wrong}") for wrong in (3, 0)),
-       *(({"adapters": wrong}, f"at least one network adapter, not {wrong}") for wrong in (0, 1.5)),
-       ({"network": "pigeons"}, "no network 'pigeons'"), ({"links": "NVLink triples"}, "no links 'NVLink triples'"),
-       ({"links": [["X", "PHB"]]}, "must be square"), ({"links": [["X"]]}, "describes 1 GPUs"),
-       ({"links": [["X", "NVX"], ["NVX", "X"]]}, "'NVX'"), ({"links": [["X", "NV"], ["NV", "X"]]}, "'NV'"),
-       ({"links": [["X", "NV4"], ["SYS", "X"]]}, "must be symmetric")]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -163,7 +151,7 @@ def test_what_is_not_modelled_names_itself(name):
         REFUSED[name](one(2, device=0))
 
 
-@pytest.mark.parametrize(("arguments", "text"), BAD)
+@pytest.mark.parametrize(("arguments", "text"), [*WRONG["rows"], ({"torch_version": (2, 11)}, "must be text from")])
 def test_bad_arguments_say_what_to_do(arguments, text):
     with pytest.raises(TypeError if "both" in text else ValueError, match=text):
         virtual_gpus(**{"count": 2, **arguments})

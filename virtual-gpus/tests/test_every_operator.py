@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 import torchgen
-from measuring import recorded
+from measuring import every_overload, needed, recorded
 from virtual_gpus import virtual_gpus
 from virtual_gpus.clock import cost
 from virtual_gpus.dispatch import timing
@@ -24,24 +24,11 @@ def forgotten(monkeypatch, gpus):
     monkeypatch.setattr(timing, "kept", {})
 
 
-def every_overload():
-    """Those of the ATen operators."""
-    for full in sorted(torch._C._dispatch_get_all_op_names()):
-        name, _, overload = full.removeprefix("aten::").partition(".")
-        func = getattr(getattr(torch.ops.aten, name, None), overload or "default", None)
-        if full.startswith("aten::") and func is not None and not operator(func).is_composite:
-            yield func
-
-
 def overloads(condition):
     """(overload, arguments that have no default) of the ATen operators with a named argument of this kind."""
     for func in every_overload():
         if any(a.kwarg_only and condition(a) for a in func._schema.arguments):
             yield func, needed(func)
-
-
-def needed(func):
-    return [a for a in func._schema.arguments if not a.has_default_value() and not a.kwarg_only]
 
 
 def argument(given, dtype):

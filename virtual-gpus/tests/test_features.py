@@ -6,10 +6,10 @@ import pkgutil
 import re
 import subprocess
 import sys
-import tomllib
 from pathlib import Path
 
 import pytest
+from measuring import table
 from virtual_gpus import features
 
 FOLDER = Path(features.__file__).parent
@@ -17,8 +17,9 @@ FOLDER = Path(features.__file__).parent
 BASE = {"cuda", "tensors"}
 FEATURES = {module.name for module in pkgutil.iter_modules(features.__path__)} - BASE
 TESTS = Path(__file__).parent
-TOLD = tomllib.loads((TESTS / "data" / "features.toml").read_text("utf-8"))
-ABOUT, SETTINGS, GO_TOO = TOLD["tests"], TOLD["settings"], {name: set(also) for name, also in TOLD["go_too"].items()}
+TOLD = table("features")
+SETTINGS, GO_TOO = TOLD["settings"], {name: set(also) for name, also in TOLD["go_too"].items()}
+ABOUT = {name: {f"test_{name}.py", *TOLD["tests"].get(name, ())} for name in TOLD["names"].split()}
 PROGRAM = """
 import importlib.abc, os, pkgutil, sys, torch
 
@@ -83,7 +84,8 @@ def test_features_that_go_with_another_are_few():
 
 
 def test_tests_of_a_feature_are_named_and_go_with_it():
-    assert ABOUT.keys() == FEATURES and all((TESTS / name).exists() for names in ABOUT.values() for name in names)
+    named = {name for names in TOLD["tests"].values() for name in names}
+    assert ABOUT.keys() == FEATURES and all((TESTS / name).exists() for name in named)
     for path in TESTS.glob("test_*.py"):
         imported = re.findall(r"(?m)^from virtual_gpus\.features(?:\.| import )(\w+)", path.read_text("utf-8"))
         assert {*imported} - BASE <= {name for name in ABOUT if path.name in ABOUT[name]}, path.name

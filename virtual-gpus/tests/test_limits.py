@@ -1,13 +1,12 @@
 """The known limits that `help("virtual_gpus")` lists: what each says is so, or another test shows it."""
 
 import re
-import tomllib
 from pathlib import Path
 
 import pytest
 import torch
 import virtual_gpus as package
-from measuring import recorded
+from measuring import recorded, table
 from virtual_gpus import virtual_gpus
 
 LISTED = re.split(r"^- ", package.__doc__.partition("Known limits")[2], flags=re.MULTILINE)[1:]
@@ -65,7 +64,7 @@ SHOWN = {
     "TorchScript programs": scripts_have_the_cpu_s_operators,
     "An index out of range": lambda: pytest.raises(IndexError, lambda: torch.ones(3).cuda()[torch.tensor([5]).cuda()]),
 }
-ELSEWHERE = tomllib.loads((Path(__file__).parent / "data" / "limits.toml").read_text("utf-8"))
+ELSEWHERE = table("limits")
 
 
 def test_every_known_limit_has_its_test():

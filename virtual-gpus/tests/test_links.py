@@ -1,29 +1,17 @@
 """Data sheets, links, topologies and networks, and sizes in words."""
 
 import pytest
+from measuring import table
 from virtual_gpus import active_machine, figures
 from virtual_gpus.__main__ import parse
 from virtual_gpus.clock.links import ARRANGEMENTS, NETWORKS, arrange, link_of
 from virtual_gpus.gpus import LINKS, format_bytes, kinds, parse_bytes, spec
 
-# Eight GPUs of which pairs are joined by four NVLinks, as nvidia-smi showed them to the author of a series on
-# multi-GPU training.
-PAIRS = """\
-        GPU0    GPU1    GPU2    GPU3    GPU4    GPU5    GPU6    GPU7
-GPU0     X      NV4     NODE    NODE    SYS     SYS     SYS     SYS
-GPU1    NV4      X      NODE    NODE    SYS     SYS     SYS     SYS
-GPU2    NODE    NODE     X      NV4     SYS     SYS     SYS     SYS
-GPU3    NODE    NODE    NV4      X      SYS     SYS     SYS     SYS
-GPU4    SYS     SYS     SYS     SYS      X      NV4     NODE    NODE
-GPU5    SYS     SYS     SYS     SYS     NV4      X      NODE    NODE
-GPU6    SYS     SYS     SYS     SYS     NODE    NODE     X      NV4
-GPU7    SYS     SYS     SYS     SYS     NODE    NODE    NV4      X"""
-
 
 def test_nvlink_in_pairs_is_printed_as_nvidia_smi_prints_it_and_every_arrangement_for_any_number():
-    drawn = arrange(spec("A100"), 8, "NVLink pairs").drawn()
-    assert drawn.startswith(PAIRS + "\n\nLegend:") and "\n  NV#  =" in drawn
-    matrix = [line.split()[1:] for line in PAIRS.splitlines()[1:]]
+    pairs, drawn = table("nvlink_pairs")["pairs"], arrange(spec("A100"), 8, "NVLink pairs").drawn()
+    assert drawn.startswith(pairs + "\n\nLegend:") and "\n  NV#  =" in drawn
+    matrix = [line.split()[1:] for line in pairs.splitlines()[1:]]
     assert arrange(spec("A100"), 8, matrix).drawn() == drawn
     for links in (None, *ARRANGEMENTS):
         for count in (1, 2, 3, 8):

@@ -10,7 +10,7 @@ from itertools import product
 
 import pytest
 import torch
-from measuring import bytes_of
+from measuring import bytes_of, every_overload, needed
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from virtual_gpus import active_machine, virtual_gpus
@@ -65,20 +65,17 @@ def argument(given, dtype):
 
 def bytes_of_operators(shapes_only):
     """([allocated, peak], strides, ns) of each ATen operator that takes what is guessed."""
-    taken, names = {}, [name for name in torch._C._dispatch_get_all_op_names() if name.startswith("aten::")]
+    taken = {}
     with virtual_gpus(1, kind="H200", shapes_only=shapes_only):
-        for full, dtype in product(sorted(names), (torch.float32, torch.float16)):
-            name, _, overload = full.removeprefix("aten::").partition(".")
-            func = getattr(getattr(torch.ops.aten, name, None), overload or "default", None)
-            if func is None or operator(func).is_composite or name.startswith(LEFT_OUT):
+        for func, dtype in product(every_overload(), (torch.float32, torch.float16)):
+            if operator(func).base.startswith(LEFT_OUT):
                 continue
-            needed = [a for a in func._schema.arguments if not a.has_default_value() and not a.kwarg_only]
             with suppress(RuntimeError, TypeError, ValueError, AttributeError, LookupError, AssertionError):
-                given = [argument(a, dtype) for a in needed]
+                given = [argument(a, dtype) for a in needed(func)]
                 made, *memory = bytes_of(partial(func, *given))
                 strides, before = list(map(torch.Tensor.stride, tensors_in(made))), active_machine().clock.now
                 func(*given)
-                taken[full, dtype] = memory, strides, round((active_machine().clock.now - before) * 1e9)
+                taken[func, dtype] = memory, strides, round((active_machine().clock.now - before) * 1e9)
     return taken
 
 

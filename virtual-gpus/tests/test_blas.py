@@ -5,26 +5,12 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from measuring import MIB, table, with_and_without_numbers
 from torch import nn
 from virtual_gpus import active_machine, virtual_gpus
 
-MIB = 2**20
 CUBLAS, LT = 32 * MIB, MIB  # on Hopper
 pytestmark = pytest.mark.usefixtures("rules_of_2_11")
-UNIFIED_OFF = {"TORCH_CUBLASLT_UNIFIED_WORKSPACE": "0"}
-UNIFIED_ON = {"TORCH_CUBLASLT_UNIFIED_WORKSPACE": "1"}
-CACHE = {"TORCH_CUBLAS_WORKSPACE_CACHE": "1"}
-RULES = [  # PyTorch, environment, taken by a product and by one with a bias: this stays, but not from 2.15 on
-    ((2, 11), {}, CUBLAS, CUBLAS + LT),
-    ((2, 11), UNIFIED_ON, CUBLAS, CUBLAS),
-    ((2, 12), {}, CUBLAS, CUBLAS),
-    ((2, 13), UNIFIED_OFF, CUBLAS, LT),
-    ((2, 15), {}, CUBLAS, LT),
-    ((2, 15), CACHE, CUBLAS, CUBLAS),
-    ((2, 15), CACHE | UNIFIED_OFF, CUBLAS, LT),
-    ((2, 11), {"CUBLASLT_WORKSPACE_SIZE": "4096"}, CUBLAS, CUBLAS + 4 * MIB),
-    ((2, 11), {"CUBLASLT_WORKSPACE_SIZE": "4096", "DISABLE_ADDMM_CUDA_LT": "1"}, CUBLAS, CUBLAS),
-]
 
 
 def matrix(*shape, **options):
@@ -45,14 +31,14 @@ def multiply(a):
     a @ a
 
 
-@pytest.mark.parametrize(("version", "settings", "product", "biased"), RULES)
+@pytest.mark.parametrize(("version", "settings", "product", "biased"), table("cublas_workspaces")["rules"])
 def test_by_version_and_environment(monkeypatch, version, settings, product, biased):
-    monkeypatch.setattr("virtual_gpus.settings.INSTALLED", version)
+    monkeypatch.setattr("virtual_gpus.settings.INSTALLED", tuple(version))
     for name, value in settings.items():
         monkeypatch.setenv(name, value)
-    stays = CACHE.items() <= settings.items() or version < (2, 15)
-    assert kept(multiply) == (product, product * stays)
-    assert kept(lambda a: torch.addmm(a.new_zeros(4), a, a)) == (biased, biased * stays)
+    stays = "TORCH_CUBLAS_WORKSPACE_CACHE" in settings or version < [2, 15]
+    for function, nbytes in ((multiply, product * MIB), (lambda a: torch.addmm(a.new_zeros(4), a, a), biased * MIB)):
+        assert kept(function) == (nbytes, nbytes * stays)
 
 
 def test_by_kind_and_configuration(monkeypatch):
@@ -74,7 +60,7 @@ def test_a_workspace_that_does_not_fit_raises_and_leaves_the_books_in_order(monk
             assert torch.cuda.memory_allocated() == 512
 
 
-@pytest.mark.parametrize("shapes_only", [False, True], ids=["numbers", "shapes"])
+@with_and_without_numbers
 def test_an_operator_leaves_its_workspaces(shapes_only):
     takers = {
         "mm": (lambda a, v, b: torch.mm(a, a), CUBLAS),

@@ -1,14 +1,12 @@
 """Attention on virtual GPUs: CUDA's choice of kernel, the numbers of the CPU, memory as a real H200 measured it."""
 
-import tomllib
 from contextlib import nullcontext
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
-from measuring import bytes_of, events_of, with_and_without_numbers
+from measuring import bytes_of, events_of, table, with_and_without_numbers
 from pairwise import pairwise, title
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from virtual_gpus import virtual_gpus
@@ -120,7 +118,7 @@ def test_dropout_drops_the_same_weights_forward_and_backward(backend):
         torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
 
 
-CHOICES = tomllib.loads((Path(__file__).parent / "data" / "attention_kernels.toml").read_text("utf-8"))
+CHOICES = table("attention_kernels")
 
 
 def _asked(kind, shape=(2, 4, 16, 64), dtype="float32", mask=None, learnt=False, dropout=0.0, causal=False, gqa=False,
