@@ -34,10 +34,7 @@ PAGES = "expandable_segments:True"
 POOLS = "small_pool", "large_pool"
 METRICS = ("allocation", "allocated_bytes", "requested_bytes", "active", "active_bytes", "segment")
 METRICS += ("reserved_bytes", "inactive_split", "inactive_split_bytes")
-WRONG = ["max_split_size_mb:19", "max_split_size_mb:19x", "garbage_collection_threshold:1.0",
-         "garbage_collection_threshold:0", "per_process_memory_fraction:1.1", "expandable_segments:true",
-         "expandable_segments", "expandable_segments:True;", "roundup_power2_divisions:3"]  # fmt: skip
-REFUSED = ["backend:cudaMallocAsync", "large_segment_size_mb:30", "roundup_power2_divisions:[2:4,>:2]", "a:1", "a"]
+WRONG, REFUSED = (table("wrong_settings")[name].split() for name in ("allocator", "allocator_not_modelled"))
 OPTIONS = ("backend:native", PAGES, "max_split_size_mb:25", "garbage_collection_threshold:0.6",
            "roundup_power2_divisions:8,expandable_segments:True")  # fmt: skip
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from forks import command
+from measuring import table
 from virtual_gpus.__main__ import parse
 from virtual_gpus.testing.child import interface
 
@@ -109,23 +110,9 @@ def test_gloo_stays_on_this_machine_if_all_ranks_are_here(set_already, found, tm
 
 
 def test_bad_arguments(capsys):
-    bad = {
-        (): "the following arguments are required: program",
-        ("nowhere.py",): "There is no file 'nowhere.py'. To run a module, write -m nowhere.py.",
-        ("-m", "no.such.module"): "There is no module named 'no.such.module'.",
-        ("-m", "no_such_module"): "There is no module named 'no_such_module'.",
-        ("--gpus", "0", __file__): "must be an integer of at least 1, not 0.",
-        ("--memory", "much", __file__): "much",
-        ("--gpu", "2", __file__): "--gpu",
-        ("measure", __file__): "--out",
-        ("--gpus", "3", "--hosts", "2", __file__): "Cannot spread 3 GPUs",
-        ("--as-rank", "21", __file__): "needs both rank and world_size",
-        ("--as-rank", "9", "--of", "8", __file__): "ranks of 8 are 0 to 7",
-        ("--as-rank", "0", "--of", "1", "--tokens", "1", "--samples", "1", __file__): "Give --tokens or --samples",
-    }
-    for arguments, words in bad.items():
+    for arguments, words in table("wrong_settings")["command_line"].items():
         with pytest.raises(SystemExit) as error:
-            parse(list(arguments))
+            parse([__file__ if word == "FILE" else word for word in arguments.split()])
         said = capsys.readouterr().err
         assert error.value.code == 2 and said.startswith("usage: python -m virtual_gpus") and words in said, arguments
 

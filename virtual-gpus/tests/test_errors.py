@@ -13,7 +13,7 @@ from virtual_gpus import NotModelled, active_machine, errors, virtual_gpus
 MISSING = [lambda: one(device="cuda:2"), lambda: one().to("cuda:7"), lambda: torch.tensor([1], device="cuda:2"),
            lambda: torch.cuda.set_device(2), lambda: torch.cuda.device(3).__enter__()]  # fmt: skip
 ELSEWHERE = "indices should be either on cpu or on the same device as the indexed tensor ({})"
-WRONG = table("wrong_settings")
+WRONG = table("wrong_settings")["virtual_gpus"]
 TYPES = "Input type (torch.cuda.FloatTensor) and {} type (torch.FloatTensor) should be the same"
 
 
@@ -151,7 +151,7 @@ def test_what_is_not_modelled_names_itself(name):
         REFUSED[name](one(2, device=0))
 
 
-@pytest.mark.parametrize(("arguments", "text"), [*WRONG["rows"], ({"torch_version": (2, 11)}, "must be text from")])
+@pytest.mark.parametrize(("arguments", "text"), [*WRONG, ({"torch_version": (2, 11)}, "must be text from")])
 def test_bad_arguments_say_what_to_do(arguments, text):
     with pytest.raises(TypeError if "both" in text else ValueError, match=text):
         virtual_gpus(**{"count": 2, **arguments})

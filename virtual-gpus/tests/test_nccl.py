@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
+from measuring import table
 from ranks import in_ranks, ones
 from torch.distributed._functional_collectives import all_reduce
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
@@ -139,23 +140,7 @@ def all_of_it(rank):
 def test_collectives_of_nccl():
     with virtual_gpus(2):
         (first, gradients, mixture, refused), (second, *_) = in_ranks(all_of_it, count=2)
-    assert first == {
-        "mean": [[1.5, 1.5]],
-        "mean of integers": [[-1]],  # of 0 and -3: NCCL drops what is left over
-        "broadcast": [[2.0, 2.0]],
-        "gathered into a flat tensor": [[1.0] * 4 + [2.0] * 4],
-        "gathered into a list of another shape": [[1.0] * 4, [2.0] * 4],
-        "gathered unevenly": [[1.0], [2.0] * 3],
-        "scattered from a flat tensor": [[[0.0, 2.0], [4.0, 6.0]]],
-        "scattered unevenly": [[3.0]],
-        "all to all": [[1.0], [2.0, 2.0]],
-        "gathered scalars": [[1.0, 2.0]],
-        "float8": [[1.0, 1.0], [2.0, 2.0]],
-        "coalesced": [[3.0] * 2, [3.0] * 3],
-        "coalesced into tensors": [[1.0, 1.0, 2.0, 2.0], [[1.0, 1.0], [2.0, 2.0]]],
-        "multiplied first": [[1.5, 1.5], [1.5, 1.5]],
-        "batch of messages": [[2.0, 2.0]],
-    }
+    assert first == table("nccl")
     assert second["scattered from a flat tensor"] == [[[8.0, 10.0], [12.0, 14.0]]]
     assert second["scattered unevenly"] == [[3.0] * 3] and second["all to all"] == [[1.0, 1.0], [2.0]]
     expected = mean_gradients(affine(), 1.5, "cpu")

@@ -21,6 +21,7 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
+from measuring import table
 from test_run_ranks import leaves_nothing  # noqa: F401  (a fixture for every test here too)
 from virtual_gpus import virtual_gpus
 from virtual_gpus.testing import RankError, run, run_ranks
@@ -277,17 +278,7 @@ def test_ctrl_c_ends_what_is_started_if_the_rest_is_not(monkeypatch):
     assert len(started) == 1 and not started[0].is_alive()
 
 
-@pytest.mark.parametrize(
-    ("options", "text"),
-    [
-        ({"ranks": 0}, "ranks must be an integer of at least 1"),
-        ({"ranks": 2.0}, "ranks must be an integer"),
-        ({"args": "ddp"}, r"write args=\['ddp'\]"),
-        ({"timeout": 0}, "timeout must be a time in seconds"),
-        ({"start": "twist"}, "start must be one of .*spawn.*, not 'twist'."),
-        ({"ranks": 3}, r"3 ranks need 3 GPUs.*sees 2.*Duplicate.*3 GPUs.*gpus=False"),
-    ],
-)
+@pytest.mark.parametrize(("options", "text"), table("wrong_settings")["run_ranks"])
 def test_what_is_refused(options, text):
     with virtual_gpus(2), pytest.raises((ValueError, TypeError), match=text):
         run_ranks(print, **{"ranks": 2, **options})
