@@ -24,12 +24,12 @@ def ask(monkeypatch):
     monkeypatch.setattr(known, "_known", {})
 
     def ask(func, *args, kernel=None, **kwargs):
-        def run(args, kwargs):
+        def run():
             ask.times += 1
             return (kernel or func)(*args, **kwargs)
 
         op = operator(func)
-        return known.ask(op, run, args, kwargs, op.by_element, op.in_place) if op.keeps_answers else run(args, kwargs)
+        return known.ask(op, run, args, kwargs, op.by_element, op.in_place) if op.keeps_answers else run()
 
     ask.times = 0
     return ask

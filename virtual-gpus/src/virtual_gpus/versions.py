@@ -13,7 +13,7 @@ NEWEST: Version = (2, 15)
 
 
 def parse_version(text: str) -> Version:
-    """The text "2.11", "2.11.0" or "2.11.0+cu130" as two numbers. Raises ValueError if its memory rules are not known."""
+    """The text "2.11", "2.11.0" or "2.11.0+cu130" as numbers. Raises ValueError if its memory rules are not known."""
     match = re.match(r"(\d+)\.(\d+)(?:[.+]|$)", str(text))
     version = match and (int(match[1]), int(match[2]))
     if not version or not OLDEST <= version <= NEWEST:

@@ -7,14 +7,13 @@ ordinary (another layout, a CPU tensor among the inputs, results that share memo
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
 from virtual_gpus.placement.storages import tensors_in
 
-Args, Kwargs = tuple[Any, ...], dict[str, Any]
-Run = Callable[[Args, Kwargs], Any]
 _MISSING = object()
 _FIRST = object()  # the answer of an operator in place: its first argument
 _META = torch.device("meta")
@@ -43,15 +42,16 @@ class _Unusual(Exception):
 
 
 def ask(
-    asks: object, run: Run, args: Args, kwargs: Kwargs, by_element: bool, in_place: bool = False, modes: int = 0
-) -> Any:
-    """The results of an operator or function on meta tensors: made at once if known, else by `run(args, kwargs)`.
+    asks: object, run: Callable[[], Any], args: tuple[Any, ...], kwargs: dict[str, Any], by_element: bool,
+    in_place: bool = False, modes: int = 0,
+) -> Any:  # fmt: skip
+    """The results of an operator or function on meta tensors: made at once if known, else by `run()`.
 
     asks: the operator or function. by_element: it takes lists. in_place: its result is its first argument. modes: how
     many dispatch modes are on, unless there is another one, which wants to see every operator.
     """
     if torch._C._len_torch_dispatch_stack() != modes:
-        return run(args, kwargs)
+        return run()
     asked = [asks, torch.get_default_dtype(), torch._C._get_deterministic_algorithms()]
     try:  # no comprehensions: each is a call
         for value in args:
@@ -59,12 +59,12 @@ def ask(
         for name, value in kwargs.items():
             asked += name, _part(value, by_element)
     except _Unusual:
-        return run(args, kwargs)
+        return run()
     question = tuple(asked)
     answer = _known.get(question, _MISSING)
     if answer is not _MISSING:
         return args[0] if answer is _FIRST else _made(answer)
-    result = run(args, kwargs)
+    result = run()
     given = {tensor.untyped_storage()._cdata for tensor in tensors_in(args)}
     try:
         answer = _FIRST if in_place and result is args[0] else _form(result, given)
@@ -78,7 +78,7 @@ def ask(
 
 def computed(function: Callable[..., Any], *args: Any) -> Any:
     """The results of `function(*args)`, several operators on meta tensors: made at once if known, as an operator's."""
-    return ask(function, lambda args, kwargs: function(*args, **kwargs), args, {}, by_element=False, modes=1)
+    return ask(function, partial(function, *args), args, {}, by_element=False, modes=1)
 
 
 def _part(value: Any, by_element: bool) -> Any:

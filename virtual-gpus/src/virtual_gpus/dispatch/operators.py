@@ -81,22 +81,31 @@ def cost(name: str, inputs: Parts, outputs: Parts, spec: GPUSpec, precision: Pre
 
 
 class Operator:
-    """The facts of one overload (`aten.mm.default`), found once and kept."""
+    """The facts of one overload (`aten.mm.default`), found once and kept.
+
+    name: "add.Tensor", with the overload; base: without. row: what its feature knows of it. kernel: what computes it.
+    kernels: that by dispatch key, for an operator of higher order or in Python. names, positions: of its arguments.
+    takes_first: so many arguments may be tensors, and named ones if takes_by_name. written: what it writes to, outputs
+    if that is `out=`, and filled for either. keeps_answers: whether its results on meta tensors are new ones and
+    follow from the forms of its inputs alone. is_composite: it calls operators that autograd sees; has_parts: others.
+    needs_values: what it returns has a size that hangs on values, or is one. arguments: those that its time hangs on;
+    wants_more: on these or strides. takes_generator: its numbers come from a generator that it is given.
+    """
 
     def __init__(self, func: _Func):
         self.func = func  # kept, so that no other overload gets its id
-        self.kernel: Callable[..., Any] = func  # what computes
-        self.kernels = _python_functions(func)  # by dispatch key, if of higher order or in Python
-        self.takes_first: int | None = None  # tensors: among so many arguments first
-        self.takes_by_name = True  # ... and among named ones
+        self.kernel: Callable[..., Any] = func
+        self.kernels = _python_functions(func)
+        self.takes_first: int | None = None
+        self.takes_by_name = True
+        self.keeps_answers = False
         self.tags: set[torch.Tag] = set(getattr(func, "tags", ()))  # one of higher order has none, and no schema
         self._read_schema(getattr(func, "_schema", None) or _Schema(f"::{func.name()}", "", [], [], False, False))
-        self._read_namespace(func)
+        self._read_dispatcher(func)
         self._read_random_numbers(func)
         self.needs_values = bool({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & self.tags)
         self.arguments = tuple(name for name in self.row.time.arguments if name in self.positions)
         self.wants_more = self.row.time.depends_on_strides or bool(self.arguments)
-        self.check = self.row.check or (_refuse if self.is_missing else None)
         self.recipe = self.row.recipe or OpCall.run
         self.route = ROUTES[self.kind]
 
@@ -116,17 +125,17 @@ class Operator:
         first = schema.returns[0].alias_info if schema.returns else None
         self.is_view = first is not None and not first.is_write
 
-    def _read_namespace(self, func: _Func) -> None:
-        """What computes it, and whether that is one kernel, one for each tensor of lists, or several operators."""
+    def _read_dispatcher(self, func: _Func) -> None:
+        """What computes it by PyTorch's table of kernels: a kernel, one for each tensor of a list, or operators."""
         arguments, name, has = self._schema.arguments, func.name(), torch._C._dispatch_has_kernel_for_dispatch_key
-        self.is_composite = self.kernels is not None or has(name, "CompositeImplicitAutograd") and not has(name, "CPU")
-        explicit = self.kernels is None and has(name, "CompositeExplicitAutograd")
-        self.has_parts = explicit and not has(name, "CPU")  # it calls other operators
-        self.is_missing = False  # in PyTorch for CUDA; a build for CPUs alone cannot tell
-        self.keeps_answers = False  # it does no more to tensors without values than to make new ones from given ones
+        on_cpu = self.kernels is None and has(name, "CPU")
+        self.is_composite = self.kernels is not None or (not on_cpu and has(name, "CompositeImplicitAutograd"))
+        self.has_parts = not (on_cpu or self.is_composite) and has(name, "CompositeExplicitAutograd")
+        self.check = self.row.check
         if isinstance(func, torch._ops.OpOverload) and func.namespace == "aten":
-            on_cuda = not torch.version.cuda or torch._C._dispatch_has_computed_kernel_for_dispatch_key(name, "CUDA")
-            self.is_missing = not on_cuda and has(name, "CPU") and not self.row.of_cpu
+            if on_cpu and torch.version.cuda and not self.row.of_cpu:  # a build for CPUs alone cannot tell
+                on_cuda = torch._C._dispatch_has_computed_kernel_for_dispatch_key(name, "CUDA")
+                self.check = self.check or (None if on_cuda else _refuse)
             instead = self.row.cpu_kernel
             self.kernel = (instead and instead(func)) or func._op  # as `func` does itself, with a call into Python
             takes = [a for a in arguments if "Tensor" in str(a.type)]
@@ -138,12 +147,13 @@ class Operator:
         self.by_element = takes_lists or func.namespace in KINDS
 
     def _read_random_numbers(self, func: _Func) -> None:
-        """Whether it draws numbers, and how it is given a generator."""
+        """Whether it draws numbers, and which overload takes a generator: `randint.low` has `randint.low_generator`."""
+        seeded, twin = torch.Tag.nondeterministic_seeded in self.tags, f"{self._schema.overload_name}_generator"
         self.has_generator = "generator" in self.names
-        self.with_generator = _overload_with_generator(func)
-        seeded = torch.Tag.nondeterministic_seeded in self.tags
-        self.draws_by_default = seeded and not self.has_generator and not self.with_generator
-        self.draws = self.has_generator or self.draws_by_default or self.with_generator is not None
+        packet = func.overloadpacket if isinstance(func, torch._ops.OpOverload) and seeded else None
+        self.with_generator: Any = getattr(packet, twin.removeprefix("_"), None)
+        self.takes_generator = self.has_generator or self.with_generator is not None
+        self.draws_by_default = seeded and not self.takes_generator
 
     @property
     def kind(self) -> str:
@@ -177,15 +187,6 @@ def _python_functions(func: _Func) -> dict[Any, Callable[..., Any]] | None:
 def _refuse(call: "OpCall") -> None:
     """Raise PyTorch's own error for an operator that it has no kernel of for CUDA."""
     call.func.redispatch(torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA), *call.args, **call.kwargs)
-
-
-def _overload_with_generator(func: _Func) -> torch._ops.OpOverload | None:
-    """`randn.default` -> `randn.generator`, `randint.low` -> `randint.low_generator`; None where there is none."""
-    if isinstance(func, torch._ops.HigherOrderOperator) or torch.Tag.nondeterministic_seeded not in func.tags:
-        return None
-    twin = f"{func._schema.overload_name}_generator".removeprefix("_")
-    packet = func.overloadpacket
-    return getattr(packet, twin) if twin in packet.overloads() else None
 
 
 def operator(func: torch._ops.OpOverload) -> Operator:
@@ -265,14 +266,14 @@ class OpCall:
         self.tensors[0] = tensor
         return tensor
 
-    def compute(self) -> Any:
+    def compute(self, has_generator: bool = False) -> Any:
         """Run the operator's own kernel. Its results hold no GPU memory yet: `place` them, in CUDA's order."""
         op = self.op
-        if op.draws:
+        if op.takes_generator and not has_generator:
             return self._draw()
         if self.gpu.machine.shapes_only and op.keeps_answers:
             return known.ask(op, self._run, self.args, self.kwargs, op.by_element, op.in_place)
-        return self._run(self.args, self.kwargs)
+        return self._run()
 
     def place(self, result: Any) -> Any:
         """Give results their blocks on the GPU: a tensor, None, or lists of them; `out=` grows. Returns `result`."""
@@ -307,32 +308,31 @@ class OpCall:
     # ---- kernels ----
 
     def _draw(self) -> Any:
-        """The results of an operator that draws numbers: from the generator that was asked for, or the GPU's own."""
-        op, args, kwargs, gpu, generator = self.op, self.args, self.kwargs, self.gpu, None
+        """The results of an operator that draws numbers, from the generator that was asked for or the GPU's own."""
+        op, gpu = self.op, self.gpu
         if op.has_generator:
-            generator = asked_generator(self, "cuda") or default_generator(gpu)
+            generator, position = asked_generator(self, "cuda") or default_generator(gpu), op.positions["generator"]
             given = None if gpu.machine.shapes_only else generator  # PyTorch's kernels in Python take none
-            kwargs = {**kwargs, "generator": given}
-            if len(args) > (position := op.names.index("generator")):
-                args = (*args[:position], kwargs.pop("generator"), *args[position + 1 :])
-        elif op.with_generator is not None:
+            if position < len(self.args):
+                self.args = (*self.args[:position], given, *self.args[position + 1 :])
+            else:
+                self.kwargs = {**self.kwargs, "generator": given}
+        else:
             generator = default_generator(gpu)
-            self.kernel, kwargs = op.with_generator, {**kwargs, "generator": generator}
-        asks = gpu.machine.shapes_only and op.keeps_answers
-        result = known.ask(op, self._run, args, kwargs, op.by_element, op.in_place) if asks else self._run(args, kwargs)
-        if generator is not None:
-            elements = result.numel() if isinstance(result, torch.Tensor) else 1
-            count_draws(generator, elements, gpu.spec.multi_processor_count * gpu.spec.threads)
+            self.kernel, self.kwargs = op.with_generator, {**self.kwargs, "generator": generator}
+        result = self.compute(has_generator=True)
+        elements = result.numel() if isinstance(result, torch.Tensor) else 1
+        count_draws(generator, elements, gpu.spec.multi_processor_count * gpu.spec.threads)
         return result
 
-    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What the kernel computes of these arguments."""
+    def _run(self) -> Any:
+        """What the kernel computes of the arguments."""
         this_thread.in_kernel = True
         try:
             if self.op.draws_by_default:
                 with drawing_from(default_generator(self.gpu)):
-                    return self.kernel(*args, **kwargs)
-            return self.kernel(*args, **kwargs)
+                    return self.kernel(*self.args, **self.kwargs)
+            return self.kernel(*self.args, **self.kwargs)
         except RuntimeError as error:
             if "DefaultCPUAllocator" in str(error):
                 raise MemoryError(

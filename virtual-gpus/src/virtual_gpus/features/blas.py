@@ -154,11 +154,10 @@ def copied_bytes(matrix: torch.Tensor) -> int:
 
 
 def with_workspace(call: OpCall, kernel: str = "", where: slice = slice(0), lt: bool = False) -> torch.Tensor:
-    """Compute the result, then copy the matrices that cuBLAS cannot read, and take its workspace.
+    """Compute the result, then copy the matrices that cuBLAS cannot read, and take its workspace, unless it is empty.
 
-    Products of empty tensors do neither. kernel: the name in the error for integers, if CUDA refuses them
-    (ATen/native/cuda/Blas.cpp). where: the positions of the two matrices among the arguments, if they or a given
-    result may need a copy. lt: whether cublasLt multiplies.
+    kernel: the name in the error for integers, if CUDA refuses them (ATen/native/cuda/Blas.cpp). where: positions of
+    the matrices among the arguments, if they or a given result may need a copy. lt: whether cublasLt multiplies.
     """
     tensors, matrices = call.tensors, call.args[where]
     is_empty = not all(map(torch.Tensor.numel, tensors[: call.op.takes_first]))
@@ -183,10 +182,8 @@ def with_workspace(call: OpCall, kernel: str = "", where: slice = slice(0), lt: 
 
 
 def _refuse_types(call: OpCall, kernel: str, first: torch.Tensor, second: torch.Tensor) -> None:
-    """Raise CUDA's error for matrices of a type that it cannot multiply, or of two types in a batch.
-
-    Nothing is raised for other mixtures of types. The CPU's kernel refuses these in the same words as CUDA's.
-    """
+    """Raise CUDA's error for types that it cannot multiply, and for batches of two types. Other mixtures of types are
+    left to the CPU's kernel, which refuses them in the same words."""
     same = first.dtype is second.dtype
     if first.dtype is not call.tensors[0].dtype or not (same or kernel == "baddbmm_cuda"):
         return

@@ -32,8 +32,8 @@ def embedding_backward(call: OpCall) -> torch.Tensor:
     if call["mode"] == _MAX if bags else count <= _INDICES_WALKED and not by_frequency:
         with call.scratch(*copies):
             return call.run()
-    # Copies of inputs; the indices sorted, where each was, how often.
-    with call.scratch(*copies, *[nbytes(indices)] * (3 if by_frequency else 2)):
+    sorted_indices = places = nbytes(indices)
+    with call.scratch(*copies, sorted_indices, places, nbytes(indices) if by_frequency else 0):
         radix_sort(call, count, size)
         partial = count // _ROWS_PER_THREAD + (segments := min(count, call["num_weights"]))
         row = gradient.shape[-1] * max(4, gradient.element_size())
@@ -47,7 +47,7 @@ def embedding_bag(call: OpCall) -> tuple[torch.Tensor, ...]:
     put(sizes, StorageAllocation(call.gpu, call["offsets"].numel() * size))
     put(bags, StorageAllocation(call.gpu, call["indices"].numel() * size))
     call.place(output)
-    put(largest, StorageAllocation(call.gpu, output.numel() * size * (call["mode"] == _MAX)))
+    put(largest, StorageAllocation(call.gpu, output.numel() * size if call["mode"] == _MAX else 0))
     return result
 
 

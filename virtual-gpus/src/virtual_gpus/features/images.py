@@ -8,7 +8,7 @@ from virtual_gpus.clock.cost import READS_AND_WRITES, OperatorClass, moves
 from virtual_gpus.clock.work import Cost, Operation
 from virtual_gpus.dispatch.half_precision import widened_if_refused
 from virtual_gpus.dispatch.operators import OpCall, Row
-from virtual_gpus.dispatch.recipes import channels_first_copy, not_deterministic, packed, packed_copies, packed_copy
+from virtual_gpus.dispatch.recipes import channels_first_copy, not_deterministic, packed
 from virtual_gpus.placement.storages import StorageAllocation, nbytes, put
 
 _FITTED = figures.beside(__file__)
@@ -21,10 +21,12 @@ def _max_pool_backward_cost(operation: Operation) -> Cost:
 
 
 def roll(call: OpCall) -> torch.Tensor:
-    """Of a packed copy, and along one dimension after the other, each with a result (cuda/TensorTransformations.cu)."""
-    further = [nbytes(call["self"])] * (len(call["dims"]) - 1)
-    with call.scratch(*further):
-        return call.run(*(() if further else packed_copies(call, ("self",), channels_first_copy)))
+    """Along several dimensions CUDA rolls one after the other, each with a result (cuda/TensorTransformations.cu)."""
+    further = len(call["dims"]) - 1
+    if further <= 0:
+        return call.run(channels_first_copy(call["self"]))
+    with call.scratch(*[nbytes(call["self"])] * further):
+        return call.run()
 
 
 def _roll_cost(operation: Operation) -> Cost:
@@ -41,26 +43,24 @@ def _without_cudnn(call: OpCall) -> bool:
 
 
 def _row(either_order: str = "", channels_first: str = "", refused: str = "", cpu_lacks: str = "") -> Row:
-    """Of an operator that reads and writes its bytes: see `[rows]` in images.toml."""
-    names, copy_of = (either_order, packed_copy) if either_order else (channels_first, channels_first_copy)
-    recipe = packed(*names.split(), copy_of=copy_of) if names else None
-    check, instead = (
-        not_deterministic(refused) if refused else None,
-        widened_if_refused if cpu_lacks else None,
-    )
-    return Row(READS_AND_WRITES, recipe, check, instead)
+    """The row of an operator that reads and writes its bytes, from one of `[rows]` in images.toml."""
+    recipe = packed(*either_order.split()) if either_order else None
+    if channels_first:
+        recipe = packed(*channels_first.split(), copy_of=channels_first_copy)
+    check = not_deterministic(refused) if refused else None
+    return Row(READS_AND_WRITES, recipe, check, cpu_kernel=widened_if_refused if cpu_lacks else None)
 
 
 def unfolded(call: OpCall) -> torch.Tensor:
-    """The result has the size of the input first, and keeps this block if it is large enough (Im2Col.cu, Col2Im.cu)."""
-    copies = packed_copies(call, ("self",), channels_first_copy)
+    """CUDA first makes the result as large as the input. It keeps that block if it fits (Im2Col.cu, Col2Im.cu)."""
+    copy, size = channels_first_copy(call["self"]), nbytes(call["self"])
     if call.op.outputs:
-        return call.run(*copies)
-    result, first = call.compute(), nbytes(call["self"])
-    keeps = nbytes(result) <= first
-    if keeps:
-        put(result, StorageAllocation(call.gpu, first))
-    with call.scratch(*[first] * (not keeps), *copies):
+        return call.run(copy)
+    result = call.compute()
+    fits = nbytes(result) <= size
+    if fits:
+        put(result, StorageAllocation(call.gpu, size))
+    with call.scratch(0 if fits else size, copy):
         return call.place(result)
 
 

@@ -49,9 +49,9 @@ def index_put(call: OpCall) -> torch.Tensor:
     target, values, indices = call["self"], call["values"], call["indices"]
     count = prod(torch.broadcast_shapes(*(index.shape for index in indices if index is not None)))
     whole = count * prod(size for size, index in zip_longest(target.shape, indices) if index is None)
-    copies = [channels_first_copy(values) if values.numel() >= whole else whole * values.itemsize]
+    copy = channels_first_copy(values) if values.numel() >= whole else whole * values.itemsize
     in_place = this_thread.in_backward and call.op.base == "index_put"
-    with call.scratch(*_index_copies(call), 8 * count, *filter(None, copies), 8 * count, 8 * count):
+    with call.scratch(*_index_copies(call), 8 * count, copy, 8 * count, 8 * count):
         radix_sort(call, count, 8)
         return call.run_in_place(target) if in_place else call.run()
 
@@ -60,8 +60,8 @@ def masked_scatter(call: OpCall) -> torch.Tensor:
     """The number of chosen places before each one, and packed copies (masked_scatter__cuda in cuda/IndexKernel.cpp)."""
     result = call.run()
     mask, count = call["mask"], result.numel()
-    copies = [count if mask.shape != result.shape else channels_first_copy(mask), channels_first_copy(call["source"])]
-    with call.scratch(*filter(None, [8 * count, *copies])):
+    mask_copy = count if mask.shape != result.shape else channels_first_copy(mask)
+    with call.scratch(8 * count, mask_copy, channels_first_copy(call["source"])):
         return result
 
 
@@ -165,9 +165,12 @@ def _put_bytes(operation: Operation) -> int:
 
 
 def _put_cost(operation: Operation) -> Cost:
-    """What is added up is sorted first: indices, and where each was."""
-    parts = [_WRITES_NAMED.formula(operation), *[_SORTS.formula(operation)] * operation.arguments["accumulate"]]
-    return Cost(sum(part.seconds for part in parts), sum(part.kernels for part in parts))
+    """If values are added up, the indices are sorted first, together with the position of each."""
+    writes = _WRITES_NAMED.formula(operation)
+    if not operation.arguments["accumulate"]:
+        return writes
+    sorts = _SORTS.formula(operation)
+    return Cost(writes.seconds + sorts.seconds, writes.kernels + sorts.kernels)
 
 
 def _scattered_bytes(operation: Operation) -> int:
@@ -189,7 +192,6 @@ _CHOOSES = moves(lambda operation: operation.nbytes + 16 * prod(operation.output
 _REPEATS = moves(lambda operation: operation.nbytes + 16 * prod(operation.inputs[0].shape), **_FITTED["repeats"])
 _OF_PRODUCTS = not_deterministic("scatter_reduce_cuda_kernel", _multiplies)
 _OF_REDUCED = not_deterministic("scatter_reduce_cuda_prod_", lambda call: call["reduce"] == "prod")
-_row = functools.partial(Row, READS_AND_WRITES)
 _indexed = functools.partial(Row, on_host={"indices"}, mixture=indices_elsewhere, size_is_known=_are_integers)
 OPERATORS = {
     **dict.fromkeys(("index", "_unsafe_index"), _indexed(cost.TAKES, index, waits=True)),
@@ -199,12 +201,12 @@ OPERATORS = {
     "index_fill": Row(_FILLS),
     "index_fill_": Row(_FILLS, on_host={"index"}),  # x[i] = 5, where C++ sees CPU tensors; on CUDA it is index_put_
     "repeat_interleave": Row(_REPEATS, repeat_interleave, size_is_known=lambda call: call["output_size"] is not None),
-    "tensor_split": _row(on_host={"tensor_indices_or_sections"}),
+    "tensor_split": Row(READS_AND_WRITES, on_host={"tensor_indices_or_sections"}),
     **dict.fromkeys(("index_select", "gather", "take"), Row(cost.TAKES)),
     "index_copy": Row(_COPIES),
     **dict.fromkeys(("index_add", "scatter_add"), Row(_ADDS)),
     **dict.fromkeys(("select_backward", "slice_backward", "unfold_backward"), Row(_INTO_ZEROS)),
-    "masked_fill": _row(mixture=mask_elsewhere),
+    "masked_fill": Row(READS_AND_WRITES, mixture=mask_elsewhere),
     "index_reduce": Row(_ADDS, check=not_deterministic("index_reduce_cuda")),
     # The CPU's kernel refuses the other calls of `put_` itself.
     "put": Row(_SCATTERS, check=not_deterministic("put_", lambda call: call["accumulate"])),

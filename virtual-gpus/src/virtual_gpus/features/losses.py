@@ -60,7 +60,7 @@ def reduced_in_place(call: OpCall) -> torch.Tensor:
 
 def reduced(call: OpCall) -> torch.Tensor:
     """A loss per element, then its sum or mean in a storage of its own."""
-    with call.scratch(*[nbytes(call["self"])] * (call["reduction"] != _NO_REDUCTION)):
+    with call.scratch(nbytes(call["self"]) if call["reduction"] != _NO_REDUCTION else 0):
         return call.run()
 
 
@@ -73,7 +73,8 @@ def log_sigmoid(call: OpCall) -> tuple[torch.Tensor, torch.Tensor]:
 
 def with_logits(call: OpCall) -> torch.Tensor:
     """binary_cross_entropy_with_logits: log-sigmoid, the loss per element and a scaled copy, then the reduction."""
-    with call.scratch(*[nbytes(call["self"])] * 2):
+    size = nbytes(call["self"])
+    with call.scratch(size, size):
         result = call.run()
         if call["reduction"] != _NO_REDUCTION:
             take_buffers(call, call["self"], max(4, call["self"].itemsize))

@@ -65,9 +65,9 @@ def index_of_largest(call: OpCall) -> torch.Tensor:
 
 
 def scan(call: OpCall) -> torch.Tensor:
-    """Of a packed copy, in the result's type (cuda/ScanUtils.cuh)."""
+    """The kernel reads a packed copy in the result's type (cuda/ScanUtils.cuh)."""
     result, tensor = after_cast(call, widens=False)
-    with call.scratch(*filter(None, [channels_first_copy(tensor)])):
+    with call.scratch(channels_first_copy(tensor)):
         return result
 
 

@@ -9,7 +9,7 @@ from virtual_gpus import figures
 from virtual_gpus.clock.cost import moves
 from virtual_gpus.dispatch.half_precision import softmax_of_halves
 from virtual_gpus.dispatch.operators import OpCall, Row
-from virtual_gpus.dispatch.recipes import channels_first, channels_first_copy, packed_copies
+from virtual_gpus.dispatch.recipes import channels_first, channels_first_copy
 from virtual_gpus.patches.table import Patch
 from virtual_gpus.placement.storages import gpu_of, nbytes
 
@@ -17,10 +17,12 @@ _FITTED = figures.beside(__file__)
 
 
 def softmax_backward(call: OpCall) -> torch.Tensor:
-    """The gradient times the result, then its sums (`softmax_backward_cuda_out`, also of copies)."""
+    """A product of gradient and output and packed copies of both (`softmax_backward_cuda_out`)."""
     gradient, output = call["grad_output"], call["output"]
-    copied = 0 in gradient.stride() or gradient.is_contiguous()
-    return call.run(*[nbytes(output)] * (1 if copied else 2), *packed_copies(call, ("output",), channels_first_copy))
+    is_packed = 0 in gradient.stride() or gradient.is_contiguous()
+    product = nbytes(output)
+    gradient_copy = 0 if is_packed else product
+    return call.run(product, gradient_copy, channels_first_copy(output))
 
 
 def one_kernel(owner: Any, name: str) -> Callable[..., torch.Tensor]:

@@ -83,7 +83,7 @@ class ScratchBlock:
 class scratch:
     """Memory that a kernel takes on the way: a block of each size on `gpu`, in order, until the block of code ends.
 
-    Raises OutOfMemory. Not a generator, which would cost as much as the blocks.
+    A size of 0 takes nothing. Raises OutOfMemory. Not a generator, which would cost as much as the blocks.
     """
 
     __slots__ = ("_gpu", "_held", "_sizes")

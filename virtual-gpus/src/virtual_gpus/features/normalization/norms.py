@@ -60,7 +60,8 @@ def layer_norm_backward(call: OpCall) -> tuple[torch.Tensor, ...]:
 
 def group_norm(call: OpCall) -> tuple[torch.Tensor, ...]:
     """A scale and a shift per sample and channel, in float. Only the CPU takes parameters in float for halves."""
-    with call.scratch(*[call["N"] * call["C"] * 4] * 2, *packed_copies(call, ("input",))):
+    scale = shift = call["N"] * call["C"] * 4
+    with call.scratch(scale, shift, *packed_copies(call, ("input",))):
         result = call.run()
     if result[1].dtype is not result[0].dtype and call["N"]:
         raise errors.other_scalar_type(*result[:2])
@@ -68,10 +69,11 @@ def group_norm(call: OpCall) -> tuple[torch.Tensor, ...]:
 
 
 def group_norm_backward(call: OpCall) -> tuple[torch.Tensor, ...]:
-    """Sums and factors per sample and channel, and two factors per group."""
+    """Two sums, and a factor if there is a weight, per sample and channel. Two factors per group."""
     channels, groups = call["N"] * call["C"] * 4, call["N"] * call["group"] * 4
+    factors = 0 if call["weight"] is None else channels
     with call.scratch(*packed_copies(call, ("grad_out", "input"))):
-        return call.run(*[channels] * (2 if call["weight"] is None else 3), groups, groups)
+        return call.run(channels, channels, factors, groups, groups)
 
 
 @lru_cache(maxsize=4096)
@@ -103,7 +105,8 @@ def batch_norm(call: OpCall) -> tuple[torch.Tensor, ...]:
     settings = tensor.dtype == torch.bfloat16, torch._C._get_cudnn_enabled(), training, mask
     on_cudnn, last, adds = choose(images, size, *settings)
     # In evaluation cuDNN keeps no statistics, PyTorch's kernels do.
-    kept = (training * size if on_cudnn else max(4, tensor.itemsize)) * tensor.shape[1]
+    kept_by_cudnn = size if training else 0
+    kept = tensor.shape[1] * (kept_by_cudnn if on_cudnn else max(4, tensor.itemsize))
     run = call.run if backward else partial(_with_statistics, call, kept)
     if last and adds and not on_cudnn:
         grad = call["grad_out"] if backward else tensor
