@@ -41,7 +41,7 @@ def test_a_gpu_is_busy_for_the_sum_of_its_kernels_whatever_goes_first():
         clock.tracks[0].urgent |= set(choose.sample(range(4), seed % 5))
         for number in range(40):
             if seed % 4 > 1 and number % 8 == 0:
-                clock.occupy(0, "", *sorted(choose.uniform(0, 70) for _ in "ab"), "collective", "all_reduce", True)
+                clock.occupy(0, "", *sorted(choose.uniform(0, 70) for _ in "ab"), "collective", "sum", "sum", 0.2)
             clock.hold(0, choose.randrange(4), seed % 2 * choose.uniform(-300, 30))
             clock.launch(0, choose.randrange(4), seconds := choose.uniform(0.1, 3), 0.0, "kernel")
             total += seconds

@@ -1,5 +1,5 @@
 """How long collectives take by bytes over links, as one rank of many. An H100's NVLink: 450 GB/s. One InfiniBand NDR
-adapter: 50 GB/s. Collectives reach 0.78 of both (`clock.links`)."""
+adapter: 50 GB/s. Collectives reach 0.78 of both (`features.nccl`)."""
 
 import pytest
 import torch
@@ -11,9 +11,9 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from virtual_gpus import record_timeline, virtual_gpus
-from virtual_gpus.clock.clock import HELD_BY_COLLECTIVES, Clock
+from virtual_gpus.clock.clock import Clock
 from virtual_gpus.clock.links import arrange
-from virtual_gpus.clock.traffic import collective_seconds
+from virtual_gpus.features.nccl.traffic import collective_seconds, links_of_group, occupy
 from virtual_gpus.gpus import spec
 
 GPUS = 8  # of a host
@@ -43,7 +43,7 @@ def collectives(function) -> list:
 def on_host(count: int, adapters: int = 1, here: int = GPUS, kind: str = "H100", network: str = "InfiniBand NDR"):
     """The links of a group of `count` ranks, of which every host has `here`."""
     topology = arrange(spec(kind), GPUS, network=network, adapters=adapters)
-    return topology.links_of_group([divmod(rank, here) for rank in range(count)], per_host=GPUS)
+    return links_of_group(topology, [divmod(rank, here) for rank in range(count)], per_host=GPUS)
 
 
 def test_rings_and_what_is_none():
@@ -202,24 +202,24 @@ def test_kernels_beside_a_collective_are_slower():
     """Before it is issued, and after; and those of a GPU that waits for it are not."""
     clock = Clock(1)
     clock.launch(0, 0, 1.0, 0.0, "mm")
-    clock.occupy(0, "nccl", 0.5, 2.5, "collective", "all_gather", kernel=True)
-    assert clock.ready(0, 0) == pytest.approx(1 + 0.5 * HELD_BY_COLLECTIVES)
+    occupy(clock, 0, "nccl", 0.5, 2.5, "all_gather")
+    assert clock.ready(0, 0) == pytest.approx(1 + 0.5 * 0.2)
     before = clock.ready(0, 0)
     clock.launch(0, 0, 1.0, 0.0, "mm")
-    assert clock.ready(0, 0) == pytest.approx(before + 1 + HELD_BY_COLLECTIVES)
+    assert clock.ready(0, 0) == pytest.approx(before + 1 + 0.2)
     clock.hold(0, 0, 2.5)
     clock.launch(0, 0, 1.0, 0.0, "mm")
     assert clock.ready(0, 0) == pytest.approx(3.5)
 
 
-def test_ddp_copies_the_order_of_new_buckets_back_to_the_computer():
+@pytest.mark.parametrize("shapes_only", (False, True))
+def test_ddp_copies_the_order_of_new_buckets_back_to_the_computer(shapes_only):
     """`Reducer::sync_bucket_indices` (reducer.cpp): two small tensors go to the GPU, from rank 0 to all, and back."""
-    with virtual_gpus(1, rank=0, world_size=1):
+    with virtual_gpus(1, rank=0, world_size=1, shapes_only=shapes_only):
         dist.init_process_group("nccl")
         net = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(8, 8).cuda(), device_ids=[0])
         x = torch.ones(8, device="cuda")
         net(x).sum().backward()
         spans = recorded(lambda: net(x)).spans
-    copies = [span.name for span in spans if span.kind in ("copy", "collective")]
-    assert copies == ["to the GPU", "broadcast", "to the CPU"] * 2
-    assert not [span for span in spans if span.name == "_to_copy"]
+    moved = [span.name for span in spans if span.kind in ("copy", "collective")]
+    assert moved == ["to the GPU", "broadcast", "to the CPU"] * 2 and "_to_copy" not in {span.name for span in spans}

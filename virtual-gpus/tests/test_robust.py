@@ -156,15 +156,15 @@ def counted():
     """What could grow, and what needs the garbage collector."""
     held = [(torch.cuda.memory_allocated(gpu), torch.cuda.memory_reserved(gpu)) for gpu in range(2)]
     gc.collect()
-    tracks = active_machine().clock.tracks
+    machine = active_machine()
     return {
         "objects": len(gc.get_objects()),
         "tensors": sum(isinstance(found, torch.Tensor) for found in gc.get_objects()),
         "held": held,
         "segments": len(torch.cuda.memory_snapshot()),
         "known times": len(timing.kept),
-        "collectives on their way": sum(len(track.expected) for track in tracks),
-        "streams": sum(len(track.streams) for track in tracks),
+        "collectives on their way": sum(len(gpu.late) for gpu in machine.slots),
+        "streams": sum(len(track.streams) for track in machine.clock.tracks),
         "resident": int(STATM.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if STATM.exists() else 0,
     }
 

@@ -1,10 +1,13 @@
 """Entrances: the functions through which PyTorch and the user's program call this package.
 
 The traceback of an error ends at the line of the caller, as for errors from C++. A traceback that is kept therefore
-holds no frame of this package and no tensor. The code behind an entrance can find the Python instruction of the call.
+holds no frame of this package and no tensor. The code behind an entrance can find the Python instruction of the call,
+and the line of the program: the innermost one outside PyTorch and this package.
 """
 
 import functools
+import linecache
+import os
 import pathlib
 import sys
 from collections.abc import Callable
@@ -12,10 +15,14 @@ from types import CodeType, FrameType
 from typing import Any, ParamSpec, TypeVar
 
 import torch
+import typing_extensions
 
 from virtual_gpus.memory.allocator import OutOfMemory, oom_message
 
 _HERE = str(pathlib.Path(__file__).parent)
+# PyTorch, what wraps its old functions, and this package.
+_NOT_OF_PROGRAM = (str(pathlib.Path(torch.__file__).parent) + os.sep, typing_extensions.__file__,
+                   _HERE + os.sep, "<frozen")  # fmt: skip
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
@@ -81,3 +88,23 @@ def calling_frame() -> FrameType:
     while frame.f_code is not ENTERED and frame.f_code is not _dispatch:
         frame = frame.f_back
     return frame.f_back or frame
+
+
+def program_line() -> tuple[str, int, dict[str, Any]]:
+    """File, line and module's globals of the innermost frame outside PyTorch and this package, or the outermost one."""
+    frame = sys._getframe()
+    while frame.f_back is not None and not is_of_program(frame.f_code.co_filename):
+        frame = frame.f_back
+    return frame.f_code.co_filename, frame.f_lineno, frame.f_globals
+
+
+def quoted_line(file: str, line: int, names: dict[str, Any] | None = None) -> str:
+    """ "train.py:12: loss.backward()". names: the module's globals, by which code outside files is found."""
+    code = linecache.getline(file, line, names).strip()
+    return f"{os.path.basename(file)}:{line}" + (f": {code}" if code else "")
+
+
+@functools.cache
+def is_of_program(filename: str) -> bool:
+    """True for the code of a file outside PyTorch and this package."""
+    return not filename.startswith(_NOT_OF_PROGRAM)

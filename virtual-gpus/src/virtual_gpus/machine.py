@@ -6,15 +6,15 @@ Machines form a stack, and only the newest one is *active*. A GPU has an allocat
 import functools
 import os
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Generic, TypeVar
 
 import torch
 
 from virtual_gpus import errors
 from virtual_gpus.clock.clock import Clock
-from virtual_gpus.follower import NO_FOLLOWER, Charger, Follower
+from virtual_gpus.follower import NO_FOLLOWER, Charger, Follower, LateTensors
 from virtual_gpus.memory.allocator import FIRST_ADDRESS, Block, CachingAllocator, OutOfMemory
 from virtual_gpus.memory.device import no_others
 from virtual_gpus.memory.options import Options
@@ -40,6 +40,7 @@ class VirtualGPU:
         # GPUs do not share addresses: a snapshot of four GPUs must not show one block four times.
         self.allocator = CachingAllocator(self.memory, first_address=FIRST_ADDRESS + (slot << 44))
         self.allocator.clock = lambda: machine.clock  # which may be another one by then
+        self.late: LateTensors[VirtualGPU] = LateTensors()  # a feature's
         self.generator: Any = None  # made on first use, with torch (see random_numbers)
         self.feature_state: dict[Kept[Any], Any] = {}  # what features keep for this GPU
         self.stream_of_thread = OfEachThread(0)  # the number of each thread's current one
@@ -157,15 +158,6 @@ class VirtualMachine:
     @current.setter
     def current(self, index: int) -> None:
         self.index_of_thread.value = index
-
-    @contextmanager
-    def without_time(self) -> Iterator[None]:
-        """Use a separate clock in this block. The caller adds the work to the real clock in a different form."""
-        clock, self.clock = self.clock, self.clock.anew()
-        try:
-            yield
-        finally:
-            self.clock = clock
 
     def load(self, gpu: VirtualGPU) -> float:
         """The fraction of the last modelled second, 0 to 1, in which `gpu` ran kernels.

@@ -18,9 +18,9 @@ from typing import Any, NoReturn
 
 import torch
 
+from virtual_gpus.entrance import is_of_program
 from virtual_gpus.errors import NeedsValues
 from virtual_gpus.files import write_whole
-from virtual_gpus.follower import is_of_program
 from virtual_gpus.gpus import format_bytes, parse_bytes
 from virtual_gpus.timeline.training import TrainingReport, record_training
 

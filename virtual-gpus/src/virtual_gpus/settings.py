@@ -118,10 +118,6 @@ class Settings:
             check(self)
         _ = self.bytes_per_gpu, self.version, self.topology, self.table  # each raises an error if its part is invalid
 
-    def place_of_rank(self, rank: int) -> tuple[int, int]:
-        """(host, slot) of a rank of a job of many: ranks fill the hosts in order, as torchrun does it."""
-        return divmod(rank, self.count // self.hosts)
-
     @property
     def spec(self) -> GPUSpec:
         """The data sheet of one GPU."""

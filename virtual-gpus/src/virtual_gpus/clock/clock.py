@@ -6,8 +6,8 @@
 
 Times are modelled seconds since the machine was switched on. The rules are CUDA's. The host pays to issue each
 operator. A stream does its work in order, each piece once the host has issued it and the stream is free. Streams of one
-GPU share its multiprocessors, so their kernels take turns, and those of a stream with a priority come first. Copies and
-collectives run beside them, and a kernel beside a collective is slower by the multiprocessors that this one holds.
+GPU share its multiprocessors, so their kernels take turns, and those of a stream with a priority come first. Other work
+runs beside them, such as copies. A kernel is slower by the part of the multiprocessors that such work holds meanwhile.
 Events carry a time from one stream to another, or to the host. Nothing else makes one of them wait.
 
 Whatever is issued has its times at once, since nothing issued later can change them. So nothing needs to be kept, and
@@ -16,9 +16,8 @@ the clock costs a few microseconds per operator. What is kept: for each GPU when
 """
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Iterable
 from typing import Any, Literal, NamedTuple
-from weakref import ref
 
 from virtual_gpus import figures
 
@@ -29,8 +28,7 @@ TO_THE_GPU, TO_THE_CPU = "to the GPU", "to the CPU"  # names of copies from and 
 HOST_LANE = "host"
 _WINDOW = 1.0  # seconds that nvidia-smi's utilization looks back: a sixth of a second to one second
 _KEPT_GAPS = 64  # chosen: what is issued later may still fill them
-_KEPT_COLLECTIVES = 16  # chosen: more than run beside one kernel
-HELD_BY_COLLECTIVES = figures.read("links.toml")["collectives"]["held"]  # part of the multiprocessors
+_KEPT_BESIDE = 16  # chosen: more than run beside one kernel
 
 
 class HostCosts(NamedTuple):
@@ -53,7 +51,8 @@ HOST = HostCosts(**figures.read("host.toml")["host"])
 class Span(NamedTuple):
     """Work on a GPU (or waiting of the host, gpu None): stream or engine, start and end in seconds, what it was.
 
-    sent: the bytes that the busiest GPU of a collective sends or receives.
+    kernel: what CUDA calls a kernel whose operator has another name. sent: the bytes that the busiest GPU of a
+    collective sends or receives.
     """
 
     gpu: int | None
@@ -62,31 +61,8 @@ class Span(NamedTuple):
     end: float
     kind: SpanKind
     name: str
+    kernel: str = ""
     sent: float = 0.0
-
-
-class Arrival:
-    """When a tensor from other processes is here. end: its modelled time, or what asks the sender for it.
-
-    given: whether Python has the Work, so that the program must wait for it; else C++ does. past: of a follower's.
-    """
-
-    given = False
-    past: Any = None
-
-    def __init__(self, end: float | Callable[[], float]):
-        self._end = end
-
-    @property
-    def known(self) -> bool:
-        """True if `time` need not wait."""
-        return not callable(self._end)
-
-    def time(self) -> float:
-        """The modelled time of arrival. Raises DistNetworkError if the sender does not tell when it sent."""
-        if callable(self._end):
-            self._end = self._end()
-        return self._end
 
 
 def _cut(gap: list[float], start: float, end: float) -> None:
@@ -97,7 +73,7 @@ def _cut(gap: list[float], start: float, end: float) -> None:
 class Track:
     """One GPU: when each stream is free, and when the multiprocessors are."""
 
-    __slots__ = ("_late", "busy", "collectives", "expected", "free_from", "gaps", "streams", "urgent", "urgent_from")
+    __slots__ = ("beside", "busy", "free_from", "gaps", "streams", "urgent", "urgent_from")
 
     def __init__(self):
         self.streams: dict[int | str, float] = {}
@@ -106,9 +82,7 @@ class Track:
         self.busy: deque[float] = deque()  # starts and ends in turn, merged, of the last second: no object per span
         self.urgent: set[int] = set()  # streams that were made with a priority
         self.urgent_from = 0.0  # the multiprocessors, after the last kernel of these
-        self.collectives: deque[tuple[float, float]] = deque(maxlen=_KEPT_COLLECTIVES)  # their times, for later kernels
-        self._late: dict[int, tuple[Arrival, ref[object]]] = {}  # by the id of the allocation that it fills
-        self.expected: Collection[int] = self._late.keys()  # not empty while tensors from other processes are late
+        self.beside: deque[tuple[float, float, float]] = deque(maxlen=_KEPT_BESIDE)  # starts, ends, and what is held
 
     def take(self, earliest: float, seconds: float) -> float:
         """When a kernel that may start at `earliest` gets the multiprocessors."""
@@ -146,24 +120,25 @@ class Track:
                 self.streams[stream] = self.free_from - (free - until)  # the last one ends exactly then
         return start
 
-    def share(self, start: float, end: float) -> None:
-        """A collective holds some multiprocessors: kernels issued before end later, and later ones are slower."""
+    def share(self, start: float, end: float, held: float) -> None:
+        """Other work holds part of the multiprocessors: kernels issued before end later, and later ones are slower."""
         free = self.free_from
-        delay = HELD_BY_COLLECTIVES * max(0.0, min(end, free) - start)
+        delay = held * max(0.0, min(end, free) - start)
         if delay:
             self.free_from = free + delay
             for stream, until in self.streams.copy().items():
                 if until >= free and isinstance(stream, int):
                     self.streams[stream] = until + delay
         if end > free:
-            self.collectives.append((max(start, free), end))
+            self.beside.append((max(start, free), end, held))
 
     def slowed(self, start: float, seconds: float) -> float:
-        """The seconds of a kernel from `start` on, with the collectives beside it."""
-        while self.collectives and self.collectives[0][1] <= start:
-            self.collectives.popleft()
-        together = sum(max(0.0, min(end, start + seconds) - max(begin, start)) for begin, end in self.collectives)
-        return seconds + HELD_BY_COLLECTIVES * min(together, seconds)
+        """The seconds of a kernel from `start` on, with the work beside it. Several together hold the largest part."""
+        beside = self.beside
+        while beside and beside[0][1] <= start:
+            beside.popleft()
+        together = sum(max(0.0, min(end, start + seconds) - max(begin, start)) for begin, end, _ in beside)
+        return seconds + max((held for *_, held in beside), default=0.0) * min(together, seconds)
 
     def note(self, start: float, end: float) -> None:
         """Remember a busy time for `load`."""
@@ -186,21 +161,6 @@ class Track:
         spans = zip(times[1::2], times[::2], strict=False)
         busy = sum(max(0.0, min(end, now) - max(start, since)) for start, end in spans)
         return busy / (now - since) if now > since else 0.0
-
-    def expect(self, allocation: object, arrival: Arrival) -> None:
-        """A collective fills a storage. allocation: its record, which may go before that."""
-        self._late[id(allocation)] = arrival, ref(allocation)
-
-    def arrivals(self, allocations: Iterable[object]) -> list[Arrival]:
-        """When collectives fill storages, of those of which one is on its way there."""
-        late = ((self._late.get(id(allocation)), allocation) for allocation in allocations)
-        return [row[0] for row, allocation in late if row is not None and row[1]() is allocation]
-
-    def forget_past(self, ready: float) -> None:
-        """Forget what is here by then or has lost its storage. Other threads may add and forget, so it takes a copy."""
-        for key, (arrival, owner) in self._late.copy().items():
-            if owner() is None or (arrival.known and arrival.time() <= ready):
-                self._late.pop(key, None)
 
     @property
     def done(self) -> float:
@@ -251,10 +211,6 @@ class Clock:
         """`wait`, and the time that the host needs to notice that it is over."""
         self.wait(until, gpu)
         self.spend(self.host.wait, gpu)
-
-    def anew(self) -> "Clock":
-        """Another clock for the same GPUs, which starts at 0."""
-        return Clock(len(self.tracks), self.host)
 
     # ---- ordering ----
 
@@ -309,7 +265,7 @@ class Clock:
         start = streams.get(stream, 0.0)
         if now > start:
             start = now
-        if track.collectives:
+        if track.beside:
             seconds = track.slowed(max(start, track.free_from), seconds)
         if start >= track.free_from and len(streams) < 2 and not track.urgent:  # `take` of a free GPU, without its call
             track.free_from = end = start + seconds
@@ -326,19 +282,20 @@ class Clock:
                 timeline.add(Span(gpu, stream, start, end, "", name))
 
     def occupy(
-        self, gpu: int, lane: int | str, start: float, end: float, kind: SpanKind, name: str, kernel: bool,
-        sent: float = 0,
+        self, gpu: int, lane: int | str, start: float, end: float, kind: SpanKind, name: str, kernel: str = "",
+        held: float = 0.0, sent: float = 0.0,
     ) -> None:  # fmt: skip
-        """Note work whose times are known: a copy or a collective on `lane`. kernel: if it counts as load."""
+        """Note work whose times are known, such as a copy, on `lane`. kernel: its name, if it counts as load. held: the
+        part of the multiprocessors that it takes from other kernels. sent: see `Span`."""
         track = self.tracks[gpu]
-        if kind == "collective" and end > start:
-            track.share(start, end)
+        if held and end > start:
+            track.share(start, end, held)
         track.streams[lane] = max(track.streams.get(lane, 0.0), end)
         self.issued += 1
         if kernel:
             track.note(start, end)
         for timeline in self.timelines if end > start else ():
-            timeline.add(Span(gpu, lane, start, end, kind, name, sent))
+            timeline.add(Span(gpu, lane, start, end, kind, name, kernel, sent))
 
     def ready(self, gpu: int, lane: int | str) -> float:
         """When a stream or engine has done what was issued to it."""

@@ -29,7 +29,6 @@ class OperatorClass(NamedTuple):
     tf32_setting: what lets them multiply fp32 numbers as TF32: "matmul", "conv", or "" if there is none.
     depends_on_strides: whether how the tensors lie in memory decides how long they take.
     arguments: names of those in the schema that the formula wants, as `Operation.arguments` has them.
-    asks_cudnn: whether it also wants to know if cuDNN is enabled (`Operation.cudnn`).
     is_free: whether no kernel runs, so that no memory is read or written.
     """
 
@@ -38,7 +37,6 @@ class OperatorClass(NamedTuple):
     tf32_setting: str = ""
     depends_on_strides: bool = False
     arguments: tuple[str, ...] = ()
-    asks_cudnn: bool = False
     is_free: bool = False
 
 

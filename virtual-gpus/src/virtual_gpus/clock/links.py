@@ -4,13 +4,12 @@
     topology.between(0, 1).bandwidth      # 100e9 bytes per second: four NVLinks
     print(topology.drawn())               # as `nvidia-smi topo -m` prints it
 
-Figures, with their sources: `figures/links.toml`. Copies reach only a part of the peak, and collectives another.
+Figures, with their sources: `figures/links.toml`. Copies reach only a part of the peak.
 """
 
 import re
-from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from virtual_gpus import figures
 from virtual_gpus.gpus import LINKS, GPUSpec, LinkSpec, draw_topology
@@ -18,33 +17,12 @@ from virtual_gpus.gpus import LINKS, GPUSpec, LinkSpec, draw_topology
 _FIGURES = figures.read("links.toml")
 REACHED = _FIGURES["reached"]["copies"]  # fraction of a link's peak bandwidth that a copy reaches
 PINNED_START = _FIGURES["copies"]["start"]  # fraction of a link's latency before pinned memory moves
-REACHED_BY_COLLECTIVES = _FIGURES["reached"]["collectives"]  # the same for NCCL's rings, which start with kernels
 # PCIe between two GPUs: nvidia-smi's label of the path, and the fraction of PCIe's speed that the path reaches.
 _PATHS = _FIGURES["paths"]
 NETWORKS = {name: LinkSpec(label="NET", **link) for name, link in _FIGURES["networks"].items()}
 _PCIE = {name: link for name, link in LINKS.items() if name.startswith("PCIe")}
 ARRANGEMENTS = (*_PCIE, "NVLink pairs", "NVSwitch")
 Links = str | Sequence[Sequence[str]] | None
-
-
-@dataclass(frozen=True)
-class GroupLinks:
-    """The links of a process group, which do not grow with the number of its members.
-
-    count: members of the group. here: the members on one host, or the fewest if hosts differ.
-    inside: the kinds of links between neighbours on one host.
-    across: the link between two hosts with the group's adapters together. None if the group is on one host.
-    """
-
-    count: int
-    here: int
-    inside: tuple[LinkSpec, ...]
-    across: LinkSpec | None
-
-    @property
-    def links(self) -> tuple[LinkSpec, ...]:
-        """All kinds of links of a ring through the group."""
-        return self.inside if self.across is None else (*self.inside, self.across)
 
 
 @dataclass(frozen=True)
@@ -69,29 +47,6 @@ class Topology:
         if self.hosts[first] != self.hosts[second]:
             return self.network
         return link_of(self.labels[first][second], self.pcie)
-
-    def links_of_group(self, members: Sequence[tuple[int, int]], per_host: int) -> GroupLinks:
-        """How the members of a process group reach each other.
-
-        members: (host, slot) of each member in the order of ranks. Every host has the slots of this topology.
-        per_host: ranks of the whole program on one host, which share its adapters.
-
-        A ring passes through each host once, and its members there follow each other in the order of ranks. NCCL builds
-        several such rings, each through another adapter (NCCL_CROSS_NIC in its user guide), so a group that has all
-        ranks of a host uses all of its adapters. Assumption: all ranks of a host run such collectives at the same time,
-        each in its own group. So `here` of a host's `per_host` ranks get the fraction here / per_host of the adapters.
-        """
-        ring = sorted(members, key=lambda member: member[0])
-        inside = {
-            self.between(first[1], second[1])
-            for first, second in zip(ring, [*ring[1:], ring[0]], strict=True)
-            if first[0] == second[0] and first != second
-        }
-        on_hosts = Counter(host for host, _ in members)
-        here = min(on_hosts.values())
-        share = self.adapters * min(1.0, here / per_host)
-        across = replace(self.network, bandwidth=self.network.bandwidth * share) if len(on_hosts) > 1 else None
-        return GroupLinks(len(members), here, tuple(inside), across)
 
     def drawn(self) -> str:
         """The output of `nvidia-smi topo -m` on the first machine, without the columns about the CPU."""
@@ -122,7 +77,7 @@ def arrange(
         "NVSwitch": NVLink at full speed between all GPUs.
         a square matrix of labels as nvidia-smi prints them, with "X" on the diagonal.
     network: the network between machines, a name in `NETWORKS`.
-    adapters: the network adapters of each machine, which a collective uses together.
+    adapters: the network adapters of each machine.
 
     Raises ValueError for invalid arguments.
     """

@@ -12,7 +12,7 @@ import torch
 from virtual_gpus.clock.work import Operand
 from virtual_gpus.dispatch import valueless
 from virtual_gpus.dispatch.operators import cost
-from virtual_gpus.dispatch.timing import Place, await_tensors, send, times
+from virtual_gpus.dispatch.timing import Place, send, times
 from virtual_gpus.machine import active
 from virtual_gpus.placement import storages
 from virtual_gpus.placement.random_numbers import is_state
@@ -158,7 +158,8 @@ def charge_copy(name: str, source: Tensor, target: Tensor, blocking: bool) -> No
     if here is not None:
         if here.machine.charger is not None:
             here.machine.charger.before(here, [source], is_fusible=here is there)
-        await_tensors(here, [source])
+        if here.late:
+            here.late.hold(here, [source])
     with storages.scratch(gpu, *(plan.at_target if here is None else plan.at_source)):
         if here is None:
             send(plan.sent, None, there, is_pinned(source) and not plan.at_source, blocking)

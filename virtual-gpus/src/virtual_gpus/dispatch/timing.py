@@ -18,7 +18,7 @@ from virtual_gpus.dispatch.measured_calls import KernelCall, key_of
 from virtual_gpus.dispatch.operators import OpCall, Operator
 from virtual_gpus.gpus import Precision
 from virtual_gpus.machine import VirtualGPU
-from virtual_gpus.placement.storages import allocation_of, tensors_in
+from virtual_gpus.placement.storages import tensors_in
 from virtual_gpus.threads import this_thread
 
 Tensors, TensorList, Operands = Iterable[torch.Tensor], Sequence[torch.Tensor], tuple[Operand, ...]
@@ -87,8 +87,8 @@ def issue(
         machine.charger.before(gpu, tensors)
     if call is not None and machine.measured is not None:
         seconds = machine.measured.seconds(key_of(call.func, call.args, call.kwargs), seconds)
-    if clock.tracks[gpu.slot].expected:  # asked here too, which spares the call
-        await_tensors(gpu, tensors)
+    if gpu.late:
+        gpu.late.hold(gpu, tensors)
     clock.launch(gpu.slot, stream, seconds, host, name, needs.further)
 
 
@@ -104,7 +104,8 @@ def launch(
 def charge_read(call: OpCall) -> None:
     """`.item()`, and operators whose result's size hangs on values: the host waits for the GPU."""
     gpu, clock = call.gpu, call.gpu.machine.clock
-    await_tensors(gpu, call.tensors)
+    if gpu.late:
+        gpu.late.hold(gpu, call.tensors)
     clock.notice(clock.mark(gpu.slot, gpu.stream), gpu.slot)
 
 
@@ -130,22 +131,10 @@ def send(size: int, source: Place, target: Place, pinned: bool, blocking: bool) 
     start = max(now, *(clock.ready(gpu.slot, lane) for gpu, engine in ends for lane in (gpu.stream, engine)))
     end = start + latency + size / speed
     for gpu, engine in ends:
-        clock.occupy(gpu.slot, engine, start, end, "copy", name, kernel=False)
+        clock.occupy(gpu.slot, engine, start, end, "copy", name)
         clock.hold(gpu.slot, gpu.stream, end)
     if blocking:
         clock.wait(end, first.slot)
-
-
-def await_tensors(gpu: VirtualGPU, tensors: Iterable[torch.Tensor]) -> None:
-    """Work of the current stream on what a collective fills waits for the collective. What is past is forgotten."""
-    clock, stream = gpu.machine.clock, gpu.stream
-    track = clock.tracks[gpu.slot]
-    if not track.expected:
-        return
-    ready = clock.ready(gpu.slot, stream)
-    for arrival in track.arrivals(map(allocation_of, tensors)):
-        clock.hold(gpu.slot, stream, arrival.time())
-    track.forget_past(ready)
 
 
 # ---- what the formulas say -------------------------------------------------------------------------------------------
@@ -164,7 +153,7 @@ def _more(call: OpCall) -> tuple[Any, ...]:
         strides = tuple(map(_stride if call.on_one_gpu else _strides, call.tensors))
     arguments = op.arguments and plain(list(map(call.__getitem__, op.arguments)))
     setting = time.tf32_setting
-    return strides, arguments, setting and _allows_tf32("cuda", setting), not time.asks_cudnn or _cudnn_enabled()
+    return strides, arguments, setting and _allows_tf32("cuda", setting), _cudnn_enabled()
 
 
 def plain(value: Any) -> Any:

@@ -19,12 +19,11 @@ from virtual_gpus.clock.cost import OperatorClass, bytes_of
 from virtual_gpus.clock.work import Cost, Operation
 from virtual_gpus.dispatch import timing, valueless
 from virtual_gpus.dispatch.copies import lie_alike
-from virtual_gpus.dispatch.lists import columns_of, place_rows
 from virtual_gpus.dispatch.operators import OpCall, Row
 from virtual_gpus.dispatch.routes import on_host
 from virtual_gpus.machine import VirtualGPU
 from virtual_gpus.patches.table import Patch
-from virtual_gpus.placement.storages import device_of, gpu_of, tensors_in
+from virtual_gpus.placement.storages import device_of, gpu_of, place, place_all, tensors_in
 
 _CHUNK, _CHUNKS = 65536, 320  # elements, and chunks of a launch (aten/src/ATen/native/cuda/MultiTensorApply.cuh)
 _FITTED = figures.beside(__file__)["lists"]
@@ -54,7 +53,7 @@ def run(call: OpCall) -> Any:
         return on_host(call)
     if op.crosses and not _is_one_kernel(call):
         return _copy_pairs(call)
-    columns, gpus = columns_of(call)
+    columns, gpus = _columns(call)
     if not call.on_one_gpu:
         for row in zip(*columns, strict=False):  # a 0-dim CPU tensor counts as a number
             by_gpu = {gpu: tensor for tensor in row if (gpu := gpu_of(tensor)) is not None or tensor.dim()}
@@ -64,9 +63,29 @@ def run(call: OpCall) -> Any:
     result = None  # fused ones change numbers in place, of which there may be none; not all have a meta kernel
     if not (call.gpu.machine.shapes_only and op.in_place and op.base.startswith("_fused_")):
         result = call.compute() if op.row.recipe is None else op.row.recipe(call)
-        place_rows(columns, gpus, result)
+        _place_rows(columns, gpus, result)
     _charge(call, columns, gpus, result)
     return result
+
+
+def _columns(call: OpCall) -> tuple[list[Sequence[torch.Tensor]], list[VirtualGPU | None]]:
+    """The lists of tensors among the arguments, and the GPUs of the first. `_foreach_pow` may begin with a number."""
+    columns: list[Sequence[torch.Tensor]] = []
+    for value in (*call.args, *call.kwargs.values()):
+        if isinstance(value, (list, tuple)) and value and isinstance(value[0], torch.Tensor):
+            columns.append(value)
+    first: Sequence[torch.Tensor] = next(iter(columns), ())
+    return columns, [call.gpu] * len(first) if call.on_one_gpu else list(map(gpu_of, first))
+
+
+def _place_rows(columns: list[Sequence[torch.Tensor]], gpus: Sequence[VirtualGPU | None], result: Any) -> None:
+    """Give each result its block on the GPU of its row."""
+    for tensor, gpu in zip(next(iter(columns), ()), gpus, strict=True):
+        if gpu is not None and tensor.layout != torch.strided:
+            place(tensor, gpu)  # an in-place operator gives a sparse tensor new storages
+    for gpu, part in zip(gpus, result or (), strict=False):
+        if gpu is not None:
+            place_all(part, gpu)
 
 
 def _charge(call: OpCall, columns: list[Sequence[torch.Tensor]], gpus: list[VirtualGPU | None], result: Any) -> None:

@@ -18,9 +18,10 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from virtual_gpus.clock.clock import Arrival, Clock
+from virtual_gpus.clock.clock import Clock
 from virtual_gpus.dispatch.operators import OpCall, Operator
-from virtual_gpus.follower import Follower, program_frame, quoted_line
+from virtual_gpus.entrance import program_line, quoted_line
+from virtual_gpus.follower import Follower, QueuedWork
 from virtual_gpus.machine import VirtualGPU, VirtualMachine
 from virtual_gpus.placement.storages import HostStorage, StorageAllocation, allocation_of, gpu_of, storages, tensors_in
 from virtual_gpus.threads import OfEachThread
@@ -83,12 +84,6 @@ class OrderedClock(Clock):
 
     order: Order
 
-    def anew(self) -> OrderedClock:
-        """See `Clock`."""
-        clock = OrderedClock(len(self.tracks), self.host)
-        clock.order = self.order
-        return clock
-
     def mark(self, gpu: int, stream: int) -> float:
         """See `Clock`."""
         return _moment(super().mark(gpu, stream), self.order.past((gpu, stream)))
@@ -138,21 +133,20 @@ def _moment(time: float, past: Past) -> Moment:
 class _Issued:
     """One operator, copy or collective: in which place it is which work, its name and the program's line."""
 
-    __slots__ = ("arrival", "line", "number", "past", "place", "what")
+    __slots__ = ("line", "number", "past", "place", "queued", "what")
 
-    def __init__(self, order: Order, place: Place, what: str, arrival: Arrival | None = None):
-        self.place, self.what, self.arrival = place, what, arrival
+    def __init__(self, order: Order, place: Place, what: str, queued: QueuedWork | None = None):
+        self.place, self.what, self.queued = place, what, queued
         self.past = order.past(place)
         self.number = order.begin(place) if place != _HOST else 0
-        frame = program_frame()
-        self.line = frame.f_code.co_filename, frame.f_lineno
+        self.line = program_line()[:2]
 
     def comes_after(self, other: _Issued) -> bool:
         if other.number <= self.past.get(other.place, 0):
             return True
-        if other.arrival is None or other.arrival.given:  # a collective whose Work Python has is waited for
+        if other.queued is None or other.queued.given:  # a collective whose Work Python has is waited for
             return False
-        _join(self.past, other.arrival.past)  # C++ has it, and waits itself
+        _join(self.past, other.queued.past)  # C++ has it, and waits itself
         return True
 
 
@@ -235,24 +229,22 @@ class RaceChecker(Follower[VirtualGPU]):
                 self._order.wait(_HOST, work.past)
         self._order.join(places)
 
-    def collective(
-        self, gpu: VirtualGPU, queue: str, name: str, reads: Tensors, writes: Tensors, arrival: Arrival
-    ) -> None:
+    def queued(self, gpu: VirtualGPU, queue: str, name: str, reads: Tensors, writes: Tensors, work: QueuedWork) -> None:
         """A collective or message in a queue of its group, behind what the current stream was given so far."""
         place = (gpu.slot, queue)
         self._order.wait(place, self._order.past((gpu.slot, gpu.stream)))
         works = _IssuedByGPU(self._order, name)
-        works[gpu.slot] = work = _Issued(self._order, place, name, arrival)
-        arrival.past = dict(work.past)
+        works[gpu.slot] = issued = _Issued(self._order, place, name, work)
+        work.past = dict(issued.past)
         for tensor in reads:
             self._access(tensor, False, works)
         for tensor in writes:
             self._access(tensor, True, works)
 
-    def stream_waits(self, gpu: VirtualGPU, arrival: Arrival | None) -> None:
+    def stream_waits(self, gpu: VirtualGPU, work: QueuedWork | None) -> None:
         """The current stream waits for a collective."""
-        if arrival is not None and arrival.past:
-            self._order.wait((gpu.slot, gpu.stream), arrival.past)
+        if work is not None and work.past:
+            self._order.wait((gpu.slot, gpu.stream), work.past)
 
     def stream_waits_for(self, gpu: VirtualGPU, tensors: Tensors) -> None:
         """The current stream waits for the collectives that fill some tensors."""
@@ -260,7 +252,7 @@ class RaceChecker(Follower[VirtualGPU]):
             allocation = allocation_of(tensor)
             history = None if allocation is None else self._of_blocks.get(id(allocation))
             for access in history.accesses if history else ():
-                self.stream_waits(gpu, access.work.arrival)
+                self.stream_waits(gpu, access.work.queued)
 
     def host_waits(self, gpu: VirtualGPU) -> None:
         """The host waits for the current stream."""
@@ -303,7 +295,7 @@ class RaceChecker(Follower[VirtualGPU]):
             for access in gone.accesses
             if not access.freed  # else it is in the list since then
             and access.work.place not in safe
-            and access.work.arrival is None  # a collective's tensors are held until it is waited for
+            and access.work.queued is None  # a collective's tensors are held until it is waited for
             and access.work.number > host.get(access.work.place, 0)
         ]
         if left:
@@ -339,7 +331,7 @@ class RaceChecker(Follower[VirtualGPU]):
             else "The memory was freed while another stream still used it. Call tensor.record_stream(stream) before."
             if old.freed
             else "Call wait() of the Work, or of the tensor that the collective returned, before."
-            if old.work.arrival is not None
+            if old.work.queued is not None
             else "Let the second stream wait first, for example with stream.wait_stream(other) or stream.wait_event(e)."
         )
         return (
@@ -395,7 +387,7 @@ def start(machine: VirtualMachine) -> None:
 
 @functools.cache
 def _has_no_access(op: Operator) -> bool:
-    """True for what changes no memory itself. The parts of composite operators come one by one; see `collective`."""
+    """True for what changes no memory itself. The parts of composite operators come one by one; see `queued`."""
     return op.is_composite or op.is_view or op.kind == "collective" or op.row.time.is_free
 
 

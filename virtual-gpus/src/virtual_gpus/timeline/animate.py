@@ -18,7 +18,6 @@ from itertools import groupby
 from typing import NamedTuple, Protocol, TypeVar
 
 from virtual_gpus.clock.clock import Span
-from virtual_gpus.clock.traffic import COLLECTIVES, kind_of
 from virtual_gpus.timeline import svg
 from virtual_gpus.timeline.spans import busy_seconds, merged
 
@@ -27,6 +26,7 @@ _STEADY, _READ = 2, 9  # moments for which a word and a sentence stay at least
 _SHORTEST = 0.035  # of the time: a block travels at least so long, so that it can be seen
 _LEVEL = 0.02  # of the highest peak: smaller changes of the memory are not shown
 _COMPUTING = ("forward", "backward", "step", "compute")
+_FROM_ONE, _TO_ONE = ("broadcast", "scatter"), ("reduce", "gather")  # collectives; others go around a ring
 _State = TypeVar("_State")
 Curve = Sequence[tuple[float, int]]  # (second, allocated bytes), in order
 
@@ -151,7 +151,7 @@ def _word(span: Span) -> str:
     """The word for what a GPU does, such as "forward", "copy" or "reduce-scatter"."""
     if span.kind != "collective":
         return span.kind
-    name = kind_of(span.name) or span.name.split()[0].rstrip(",")
+    name = span.name.split()[0].rstrip(",")
     return "receive" if name == "recv" else name.replace("_", "-")
 
 
@@ -171,9 +171,8 @@ def _travels(panel: _Panel) -> list[_Travel]:
     for (kind, _), members in collectives.items():
         first, *rest = gpus = sorted({w.gpu for w in members})
         ways = _ring(gpus)
-        row = COLLECTIVES.get(kind_of(kind))
-        if row is not None and row.root:
-            ways = [(first, gpu) if row.root == "sends" else (gpu, first) for gpu in rest]
+        if kind in (*_FROM_ONE, *_TO_ONE):
+            ways = [(first, gpu) if kind in _FROM_ONE else (gpu, first) for gpu in rest]
         start, end = max(w.start for w in members), members[0].end
         travels.update(_Travel(start, end, source, target, kind) for source, target in ways if source != target)
     return sorted(travels)

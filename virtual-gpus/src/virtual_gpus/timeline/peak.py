@@ -9,6 +9,7 @@ allocations and frees, wherever they come from. `AllocatorLog` takes them from a
 import functools
 import re
 import sys
+import traceback
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -206,14 +207,12 @@ class AllocatorLog(PeakLog):
 
     def _module_now(self) -> str:
         """The innermost module that is being called, by its name in the outermost one, with * for numbers."""
-        frame: FrameType | None = sys._getframe(1)
         called = list[torch.nn.Module]()
-        while frame is not None:
+        for frame, _ in traceback.walk_stack(sys._getframe(1)):
             if frame.f_code is _CALLS_MODULE:
                 called.append(frame.f_locals["self"])
             if frame.f_code is _RUNS_BACKWARD and not called:
                 return "backward pass"
-            frame = frame.f_back
         if not called:
             return "outside modules"
         for outermost in reversed(called):  # DataParallel's replicas are not modules of it
@@ -225,11 +224,9 @@ class AllocatorLog(PeakLog):
         return self._names.get(called[0]) or type(called[0]).__name__
 
     def _stack(self) -> Iterator[tuple[str, str]]:
-        frame: FrameType | None = sys._getframe(1)
-        while frame is not None:
+        for frame, _ in traceback.walk_stack(sys._getframe(1)):
             function = frame.f_code.co_filename, frame.f_code.co_name
             row = _allocator(*function)
             for kind, tensor in () if row is None else row.owned(frame):
                 self._mark_tensor(kind, tensor)
             yield function
-            frame = frame.f_back

@@ -110,7 +110,8 @@ class TrainingRecorder:
         self._optimizer: weakref.ref[Any] | None = None  # the one whose steps are the job's
         self._parameters = 0
         self._reserved = 0
-        self._rank, self._world_size = machine.settings.rank or 0, machine.settings.world_size or 1
+        self._rank = int(machine.variables.get("RANK", 0))
+        self._world_size = int(machine.variables.get("WORLD_SIZE", 1))
         self._memory = AllocatorLog(gpu)
         machine.clock.timelines.append(self)
         self._hooks = [register_optimizer_step_pre_hook(self._before_step),
@@ -196,8 +197,8 @@ def record_training() -> Iterator[TrainingRecorder]:
     As one rank of many, the GPU is that of the rank; else the current one. Raises RuntimeError if none are on.
     """
     machine = recordable()
-    rank = machine.settings.rank
-    gpu = machine.gpus[machine.current] if rank is None else machine.slots[machine.settings.place_of_rank(rank)[1]]
+    own = machine.variables.get("LOCAL_RANK")
+    gpu = machine.gpus[machine.current] if own is None else machine.slots[int(own)]
     recorder = TrainingRecorder(machine, gpu)
     try:
         yield recorder

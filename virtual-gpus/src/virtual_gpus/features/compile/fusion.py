@@ -28,7 +28,6 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from virtual_gpus.dispatch.operators import OpCall, row_of
-from virtual_gpus.dispatch.timing import await_tensors
 from virtual_gpus.follower import Charger
 from virtual_gpus.machine import VirtualGPU, VirtualMachine
 from virtual_gpus.placement.storages import StorageAllocation, allocation_of, nbytes, tensors_in
@@ -177,7 +176,8 @@ class Fusion(Charger[VirtualGPU]):
             elif part is not None:  # another call left it to the program, and not as a result
                 self._write([allocation])
             sizes[allocation] = max(size, sizes.get(allocation, 0))
-        await_tensors(gpu, tensors)
+        if gpu.late:
+            gpu.late.hold(gpu, tensors)
         seconds, clock = gpu.spec.seconds_to_move(sum(sizes.values())), gpu.machine.clock
         if seconds:
             clock.launch(gpu.slot, gpu.stream, seconds, clock.host.kernel, name)

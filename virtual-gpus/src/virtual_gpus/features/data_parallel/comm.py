@@ -6,6 +6,7 @@ The functions of torch.nn.parallel.comm itself are PyTorch's own. What CUDA refu
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
+from itertools import chain
 from typing import Any
 
 import torch
@@ -19,7 +20,8 @@ from virtual_gpus.features.cuda.devices import gpu_at
 from virtual_gpus.features.data_parallel.parallel import collective_here
 from virtual_gpus.machine import VirtualGPU
 from virtual_gpus.patches.table import Patch
-from virtual_gpus.placement.storages import gpu_of, nbytes
+from virtual_gpus.placement.storages import gpu_of, nbytes, place_all
+from virtual_gpus.threads import below
 
 # c10::ScalarType, in its order: what remains at the end is sent type by type.
 _TYPES = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16, torch.float32, torch.float64,
@@ -74,10 +76,13 @@ def _sent(chunk: list[torch.Tensor], gpus: list[VirtualGPU]) -> list[list[torch.
     flat = _flatten_dense_tensors(chunk)
     if not gpus:
         return []
-    with gpus[0].machine.without_time():  # NCCL sends to all at once
-        copies = [_unflatten_dense_tensors(move(flat, gpu, copy=True), chunk) for gpu in gpus]
+    with below():
+        copies = [_unflatten_dense_tensors(flat.clone(), chunk) for _ in gpus]
         copies = [[piece.data for piece in pieces] for pieces in copies]  # tensors of their own rather than views
-    collective_here([gpu_of(flat), *gpus], "broadcast", nbytes(flat))
+    for pieces, gpu in zip(copies, gpus, strict=True):
+        place_all(pieces, gpu)
+    collective_here([gpu_of(flat), *gpus], "broadcast", nbytes(flat))  # NCCL sends to all at once
+    gpus[0].machine.follower.kernel("broadcast", [flat], chain(*copies))
     return copies
 
 

@@ -12,8 +12,8 @@ from typing import Any, ClassVar
 import torch
 
 from virtual_gpus.clock.clock import Clock
-from virtual_gpus.clock.traffic import collective_seconds
 from virtual_gpus.features.blas import leave_handle, stands_in_for
+from virtual_gpus.features.nccl.traffic import collective_seconds, links_of_group, occupy
 from virtual_gpus.machine import VirtualGPU, get_machine
 from virtual_gpus.patches.table import Patch
 from virtual_gpus.placement.storages import gpu_of, has_values, nbytes
@@ -41,11 +41,11 @@ def collective_here(members: Sequence[VirtualGPU | None], kind: str, nbytes: int
     now = clock.spend(clock.host.operator * len(gpus), slots[0])
     start = max([now, *(clock.ready(gpu.slot, gpu.stream) for gpu in gpus)])
     topology = gpus[0].machine.topology
-    links = topology.links_of_group([(topology.hosts[slot], slot) for slot in slots], per_host=len(slots))
+    links = links_of_group(topology, [(topology.hosts[slot], slot) for slot in slots], per_host=len(slots))
     end = start + collective_seconds(links, kind, nbytes)
     clock.join(*((gpu.slot, gpu.stream) for gpu in gpus))
     for gpu in gpus:
-        clock.occupy(gpu.slot, gpu.stream, start, end, "collective", kind, kernel=True)
+        occupy(clock, gpu.slot, gpu.stream, start, end, kind)
 
 
 def reduce(

@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
-from virtual_gpus.clock.traffic import COLLECTIVES
 from virtual_gpus.dispatch.operators import OpCall
+from virtual_gpus.entrance import program_line, quoted_line
 from virtual_gpus.features.distributed.groups import described, state_of, states
-from virtual_gpus.follower import program_frame, quoted_line
+from virtual_gpus.features.nccl.traffic import COLLECTIVES
 
 _WORDS = 400  # bytes of what a rank says of itself
 
@@ -44,7 +44,7 @@ def number(words: str) -> float:
 
 def mismatch(group: Any, words: str, exchange: Callable[[torch.Tensor], list[torch.Tensor]]) -> CollectiveMismatch:
     """The error of every rank. exchange: sends tensors of bytes (N,), and returns those of all ranks in order."""
-    mine = f"{words}, at {_line()}".encode()[:_WORDS].ljust(_WORDS)
+    mine = f"{words}, at {quoted_line(*program_line())}".encode()[:_WORDS].ljust(_WORDS)
     rows = exchange(torch.tensor(list(mine), dtype=torch.uint8, device="cpu"))
     lines = [bytes(row.tolist()).decode(errors="replace").rstrip() for row in rows]
     ranks = torch.distributed.get_process_group_ranks(group)
@@ -63,7 +63,7 @@ def begun() -> dict[str, int]:
 
 def location(words: str, group: Any) -> str:
     """Where this process is: in which collective of a group, and in which line of the program."""
-    return f"{words}, number {state_of(group).begun} of {_name(group)}, at {_line()}"
+    return f"{words}, number {state_of(group).begun} of {_name(group)}, at {quoted_line(*program_line())}"
 
 
 def _name(group: Any) -> str:
@@ -71,9 +71,3 @@ def _name(group: Any) -> str:
         return "the default process group"
     ranks = torch.distributed.get_process_group_ranks(group)
     return f"process group {described(group) or group.group_name} of ranks {ranks}"
-
-
-def _line() -> str:
-    """The program's line, with its code."""
-    frame = program_frame()
-    return quoted_line(frame.f_code.co_filename, frame.f_lineno, frame.f_globals)

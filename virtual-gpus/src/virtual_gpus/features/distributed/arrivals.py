@@ -3,16 +3,62 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
-from virtual_gpus.clock.clock import Arrival
 from virtual_gpus.features.distributed.groups import row_of
-from virtual_gpus.machine import VirtualGPU
+from virtual_gpus.features.nccl import traffic
+from virtual_gpus.follower import LateTensors, QueuedWork
+from virtual_gpus.machine import VirtualGPU, VirtualMachine
 from virtual_gpus.placement.storages import allocation_of, gpu_of, tensors_in
 from virtual_gpus.threads import OfEachThread
+
+
+class Arrival(QueuedWork):
+    """When a tensor from other processes is here. end: its modelled time, or what asks the sender for it."""
+
+    def __init__(self, end: float | Callable[[], float]):
+        self._end = end
+
+    @property
+    def known(self) -> bool:
+        """True if `time` need not wait."""
+        return not callable(self._end)
+
+    def time(self) -> float:
+        """The modelled time of arrival. Raises DistNetworkError if the sender does not tell when it sent."""
+        if callable(self._end):
+            self._end = self._end()
+        return self._end
+
+
+class _Late(LateTensors[VirtualGPU]):
+    """What collectives and messages fill, with their arrivals, and a reference to the record, which may go before."""
+
+    def hold(self, gpu: VirtualGPU, tensors: Iterable[torch.Tensor]) -> None:
+        """Work of the current stream waits for what fills its tensors. What is past or has no storage is forgotten."""
+        clock, stream = gpu.machine.clock, gpu.stream
+        ready = clock.ready(gpu.slot, stream)
+        for arrival in arrivals(gpu, tensors):
+            clock.hold(gpu.slot, stream, arrival.time())
+        for key, (arrival, owner) in self.copy().items():  # a copy, since other threads may add and forget
+            if owner() is None or (arrival.known and arrival.time() <= ready):
+                self.pop(key, None)
+
+
+def arrivals(gpu: VirtualGPU, tensors: Iterable[torch.Tensor]) -> list[Arrival]:
+    """What fills some of these tensors."""
+    late = ((gpu.late.get(id(allocation)), allocation) for allocation in map(allocation_of, tensors))
+    return [row[0] for row, allocation in late if row is not None and row[1]() is allocation]
+
+
+def start(machine: VirtualMachine) -> None:
+    """Tensors may be late from now on."""
+    for gpu in machine.slots:
+        gpu.late = _Late()
+
 
 _ends: weakref.WeakKeyDictionary[Any, tuple[VirtualGPU, Arrival]] = weakref.WeakKeyDictionary()  # of Python's works
 # The GPU and the end of the collective that was issued last, for its Work.
@@ -41,15 +87,14 @@ def begins(gpu: VirtualGPU, lane: Lane, tensors: Sequence[torch.Tensor]) -> floa
     if gpu.machine.charger is not None:
         gpu.machine.charger.before(gpu, tensors)
     now = clock.spend(clock.host.operator, gpu.slot)
-    arrivals = clock.tracks[gpu.slot].arrivals(map(allocation_of, tensors))
-    known = [arrival.time() for arrival in arrivals if arrival.known]
+    known = [arrival.time() for arrival in arrivals(gpu, tensors) if arrival.known]
     return max(now, *(clock.ready(gpu.slot, queue) for queue in (gpu.stream, *lane.after)), *known)
 
 
 def occupy(gpu: VirtualGPU, lane: Lane, start: float, end: float, sent: float) -> None:
     """sent: the bytes that this GPU sends."""
     clock = gpu.machine.clock
-    clock.occupy(gpu.slot, lane.row, start, end, "collective", lane.kind, kernel=True, sent=sent)
+    traffic.occupy(clock, gpu.slot, lane.row, start, end, lane.kind, sent)
     clock.hold(gpu.slot, lane.queue, end)
 
 
@@ -59,8 +104,7 @@ def note(gpu: VirtualGPU, tensors: Iterable[torch.Tensor], arrival: Arrival) -> 
     for tensor in tensors:
         allocation = allocation_of(tensor)
         if allocation is not None:
-            owner = allocation.gpu
-            owner.machine.clock.tracks[owner.slot].expect(allocation, arrival)
+            allocation.gpu.late[id(allocation)] = arrival, weakref.ref(allocation)
 
 
 def remember(work: Any) -> None:

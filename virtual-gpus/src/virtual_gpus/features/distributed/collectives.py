@@ -19,21 +19,17 @@ from typing import Any, NamedTuple
 
 import torch
 
-from virtual_gpus.clock.clock import Arrival
-from virtual_gpus.clock.links import GroupLinks
-from virtual_gpus.clock.traffic import COLLECTIVES, MESSAGES, collective_seconds, kind_of, sent_bytes
 from virtual_gpus.clock.work import Operand
-from virtual_gpus.dispatch.lists import columns_of, place_rows
 from virtual_gpus.dispatch.operators import OpCall, cost
 from virtual_gpus.dispatch.routes import on_host
-from virtual_gpus.dispatch.timing import await_tensors
 from virtual_gpus.features.distributed import groups, one_rank
 from virtual_gpus.features.distributed.agreement import CollectiveMismatch, mismatch, number, purpose
-from virtual_gpus.features.distributed.arrivals import Lane, begins, gpu_bytes, lane_of, note, occupy, on_gpus
+from virtual_gpus.features.distributed.arrivals import Arrival, Lane, begins, gpu_bytes, lane_of, note, occupy, on_gpus
 from virtual_gpus.features.distributed.messages import on_their_way, send_or_receive
 from virtual_gpus.features.distributed.whereabouts import connect, tell_who_is_missing, wait_for_all
+from virtual_gpus.features.nccl.traffic import COLLECTIVES, MESSAGES, TRAFFIC, GroupLinks, collective_seconds, kind_of
 from virtual_gpus.machine import VirtualGPU
-from virtual_gpus.placement.storages import nbytes, scratch, tensors_in
+from virtual_gpus.placement.storages import nbytes, place, scratch, tensors_in
 from virtual_gpus.threads import below
 from virtual_gpus.timeline.peak import BUFFERS
 
@@ -72,7 +68,7 @@ def charge(
     """After a collective (with its meeting) or message was issued. gpu: of the first tensor. result: its own."""
     name, kind = call.op.base, kind_of(call.op.base)
     if name in ("wait_tensor", "wait_tensors"):
-        await_tensors(gpu, call.tensors)
+        gpu.late.hold(gpu, call.tensors)
         gpu.machine.follower.stream_waits_for(gpu, call.tensors)
     elif group is None:
         return
@@ -90,7 +86,7 @@ def charge(
         arrival.given = call.func.namespace.startswith("_c10d_functional")  # whose callers wait themselves
         written = results or _written(call, group)
         reads = [tensor for tensor in call.tensors if not any(tensor is other for other in written)]
-        gpu.machine.follower.collective(gpu, meeting.lane.queue, name, reads, written, arrival)
+        gpu.machine.follower.queued(gpu, meeting.lane.queue, name, reads, written, arrival)
 
 
 def charge_barrier(gpu: VirtualGPU, group: torch.distributed.ProcessGroup) -> None:
@@ -143,7 +139,7 @@ def _charge_on_clock(meeting: Meeting, result_bytes: int = 0) -> float:
     gpu, lane, began, start, links, given = meeting
     size = max(given, result_bytes)
     end = start + collective_seconds(links, lane.kind, size)
-    occupy(gpu, lane, began, end, sent_bytes(links.count, lane.kind, size))
+    occupy(gpu, lane, began, end, TRAFFIC[lane.kind].share(links.count) * size)
     return end
 
 
@@ -209,8 +205,7 @@ def run(call: OpCall) -> Any:
         if call.func.namespace != "c10d" and "group_name" in call.op.names:
             groups.require_backend(_group_of(call), "cpu")  # of NCCL's groups; methods of a group say so themselves
         return on_host(call)
-    columns, gpus = columns_of(call)
-    gpu, group = next((gpu for gpu in gpus if gpu is not None), call.gpu), _group_of(call)
+    gpu, group = call.gpu, _group_of(call)
     if type(group) is not torch.distributed.ProcessGroup:  # of a class in Python, which has no backend and no links
         group = None
     with scratch(gpu, *filter(None, [sum(map(nbytes, _listed(call, group, *_LISTS)))])):
@@ -219,10 +214,10 @@ def run(call: OpCall) -> Any:
         if call.gpu.machine.shapes_only or one_rank.fill(call):
             result = _answer(call)
         elif meeting is not None:
-            return _run_and_charge(call, lambda result: place_rows(columns, gpus, result), charging)
+            return _run_and_charge(call, charging)
         else:
             result = _run_on_gloo(call)
-            place_rows(columns, gpus, result)
+            _place(call, result)
         charging(result)
         return result
 
@@ -275,10 +270,17 @@ def _group_of(call: OpCall) -> torch.distributed.ProcessGroup | None:
     return None if boxed is None else torch.distributed.ProcessGroup.unbox(boxed)
 
 
-def _run_and_charge(call: OpCall, place: Callable[[Any], None], charging: Callable[[Any], None]) -> Any:
+def _place(call: OpCall, result: Any) -> None:
+    """Give what a collective made its blocks on the GPU: its results, and the new storages of sparse tensors."""
+    results = [] if call.func.namespace == "c10d" else tensors_in([result])
+    for tensor in (*results, *(tensor for tensor in call.tensors if tensor.layout != torch.strided)):
+        place(tensor, call.gpu)
+
+
+def _run_and_charge(call: OpCall, charging: Callable[[Any], None]) -> Any:
     """Have gloo carry out a collective of GPU tensors, and put it on the clock. Returns its result.
 
-    place: gives results their blocks on the GPU. charging: puts a collective with this result on the clock.
+    charging: puts a collective with this result on the clock.
 
     A thread of gloo's keeps the tensors of a collective until it comes to let them go, which may be after the program
     did so and measured its memory. So gloo gets the bytes of the program's tensors and not their storages, and what it
@@ -292,7 +294,7 @@ def _run_and_charge(call: OpCall, place: Callable[[Any], None], charging: Callab
         if makes_tensors:
             with below(), torch.no_grad():
                 result = [torch.empty_like(t) for t in sent] if isinstance(sent, list) else torch.empty_like(sent)
-            place(result)
+            _place(call, result)
         charging(result)
         with below(), torch.no_grad():
             _await(sent, result if makes_tensors else None)
@@ -300,7 +302,7 @@ def _run_and_charge(call: OpCall, place: Callable[[Any], None], charging: Callab
         on_their_way.append((sent, call.args, call.kwargs))  # gloo may still write
         raise
     if not makes_tensors:
-        place(None)  # the new storages of a sparse tensor
+        _place(call, None)
     return result
 
 

@@ -9,8 +9,9 @@ from typing import Any, cast
 
 import torch
 
-from virtual_gpus.clock.links import GroupLinks
+from virtual_gpus.features.nccl.traffic import GroupLinks, links_of_group
 from virtual_gpus.machine import VirtualGPU
+from virtual_gpus.settings import Settings
 
 states: weakref.WeakKeyDictionary[Any, GroupState] = weakref.WeakKeyDictionary()
 
@@ -67,7 +68,8 @@ def fake_links(gpu: VirtualGPU, group: torch.distributed.ProcessGroup) -> GroupL
     """The links of a group in which this process is alone. Its members are counted once, not at every collective."""
     known = state_of(group).links
     if known is None or known[0].machine is not gpu.machine:
-        members = list(map(gpu.machine.settings.place_of_rank, torch.distributed.get_process_group_ranks(group)))
+        settings, ranks = gpu.machine.settings, torch.distributed.get_process_group_ranks(group)
+        members = [place_of_rank(settings, rank) for rank in ranks]
         known = state_of(group).links = gpu, links_between(gpu, group, members)
     return known[1]
 
@@ -76,12 +78,17 @@ def links_between(gpu: VirtualGPU, group: Any, members: Sequence[tuple[int, int]
     """The links of a group of these members, (host, slot) of each in the order of ranks."""
     settings = gpu.machine.settings
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", _world_size(group)))  # those that torchrun started
-    return gpu.machine.topology.links_of_group(members, per_host=max(1, min(settings.count, ranks) // settings.hosts))
+    return links_of_group(gpu.machine.topology, members, max(1, min(settings.count, ranks) // settings.hosts))
 
 
 def _world_size(group: torch.distributed.ProcessGroup) -> int:
     """The ranks of the program. A group that was made without `init_process_group` has them all."""
     return torch.distributed.get_world_size() if torch.distributed.is_initialized() else group.size()
+
+
+def place_of_rank(settings: Settings, rank: int) -> tuple[int, int]:
+    """(host, slot) of a rank of a job of many: ranks fill the hosts in order, as torchrun does it."""
+    return divmod(rank, settings.count // settings.hosts)
 
 
 def host_and_slot(gpu: VirtualGPU) -> tuple[int, int]:

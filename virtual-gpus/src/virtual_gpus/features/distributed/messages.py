@@ -13,10 +13,9 @@ from typing import Any
 
 import torch
 
-from virtual_gpus.clock.clock import Arrival
-from virtual_gpus.clock.traffic import message_seconds
-from virtual_gpus.features.distributed.arrivals import Lane, begins, gpu_bytes, lane_of, note, occupy
-from virtual_gpus.features.distributed.groups import fake_links, gloo_group, host_and_slot, is_fake_group, state_of
+from virtual_gpus.features.distributed import groups
+from virtual_gpus.features.distributed.arrivals import Arrival, Lane, begins, gpu_bytes, lane_of, note, occupy
+from virtual_gpus.features.nccl.traffic import message_seconds
 from virtual_gpus.machine import VirtualGPU
 from virtual_gpus.threads import below
 
@@ -37,23 +36,23 @@ def send_or_receive(
     kind: str, gpu: VirtualGPU, group: Any, tensors: list[torch.Tensor], peer: int | None, tag: int
 ) -> None:
     """Put a message on the clock. kind: "send" or "recv"."""
-    state = state_of(group)
+    state = groups.state_of(group)
     state.first_gpu = state.first_gpu or gpu
     sends, lane, nbytes = kind == "send", lane_of(group, kind), gpu_bytes(tensors)
     began = begins(gpu, lane, tensors)
     end: float | Callable[[], float]
-    if is_fake_group(group):  # the other side is ready when this one is
+    if groups.is_fake_group(group):  # the other side is ready when this one is
         ranks = torch.distributed.get_process_group_ranks(group)
         other = ranks[(group.rank() + 1) % group.size() if peer is None else peer]  # any: the next is as good as others
-        here, there = (gpu.machine.settings.place_of_rank(rank) for rank in (ranks[group.rank()], other))
-        end = began + message_seconds(gpu.machine.topology, here, there, nbytes, fake_links(gpu, group).across)
+        here, there = (groups.place_of_rank(gpu.machine.settings, rank) for rank in (ranks[group.rank()], other))
+        end = began + message_seconds(gpu.machine.topology, here, there, nbytes, groups.fake_links(gpu, group).across)
     else:
         end = _tell_or_ask(sends, gpu, group, lane, began, nbytes, peer, tag)
     if not callable(end):
         occupy(gpu, lane, began, end, nbytes if sends else 0)
     arrival = Arrival(end)
     note(gpu, tensors, arrival)
-    gpu.machine.follower.collective(gpu, lane.queue, kind, *((tensors, []) if sends else ([], tensors)), arrival)
+    gpu.machine.follower.queued(gpu, lane.queue, kind, *((tensors, []) if sends else ([], tensors)), arrival)
 
 
 def _tell_or_ask(
@@ -61,12 +60,12 @@ def _tell_or_ask(
 ) -> float | Callable[[], float]:
     """Tell the receiver when this message begins. Returns its end; for the receiver, a function that waits for it."""
     with below(), torch._C._DisableTorchDispatch(), torch.no_grad():
-        message = torch.tensor([began, *host_and_slot(gpu)], dtype=torch.float64, device="cpu")
-        gloo = gloo_group(group)
+        message = torch.tensor([began, *groups.host_and_slot(gpu)], dtype=torch.float64, device="cpu")
+        gloo = groups.gloo_group(group)
         send_or_receive: Callable[..., Any] = gloo.send if sends else gloo.recv
         work = send_or_receive([message], peer, tag + _CLOCK_TAG)
     (_sent if sends else on_their_way).append((work, message))
-    here, topology = host_and_slot(gpu), gpu.machine.topology
+    here, topology = groups.host_and_slot(gpu), gpu.machine.topology
     if sends and peer is not None:  # as good a guess as any: where the rank would be
         return began + message_seconds(topology, here, (here[0], peer % len(gpu.machine.slots)), nbytes)
 

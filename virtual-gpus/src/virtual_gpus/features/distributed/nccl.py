@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import sys
 import traceback
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -18,12 +19,12 @@ from typing import Any, NamedTuple
 import torch
 
 from virtual_gpus import errors
-from virtual_gpus.clock.traffic import MESSAGES, TRAFFIC, kind_of
 from virtual_gpus.entrance import entrance
 from virtual_gpus.errors import scalar_type
 from virtual_gpus.features.distributed.arrivals import await_work, give_to_future, remember
 from virtual_gpus.features.distributed.groups import is_nccl, require_backend, state_of
 from virtual_gpus.features.distributed.one_rank import reducing, runs_alone
+from virtual_gpus.features.nccl.traffic import MESSAGES, TRAFFIC, kind_of
 from virtual_gpus.machine import active, get_machine
 from virtual_gpus.patches.table import Patch, around
 from virtual_gpus.placement.storages import gpu_of, is_fake, is_wrapper, tensors_in
@@ -69,7 +70,7 @@ def _check(call: _Method, op: Any, tensors: Sequence[torch.Tensor]) -> None:
 
 def _sends_objects() -> bool:
     """Whether a function calls that asks where objects travel, see `process_groups._get_object_coll_device`."""
-    return any("_get_object_coll_device" in frame.f_code.co_names for frame, _ in traceback.walk_stack(None))
+    return any("_get_object_coll_device" in frame.f_code.co_names for frame, _ in traceback.walk_stack(sys._getframe()))
 
 
 # ---- what gloo is given -------------------------------------------------------------------------------------------

@@ -24,10 +24,10 @@ from typing import Any
 
 import torch
 
-from virtual_gpus.clock.traffic import TRAFFIC, kind_of
 from virtual_gpus.dispatch.operators import OpCall
 from virtual_gpus.errors import NotModelled
-from virtual_gpus.features.distributed.groups import is_boxed
+from virtual_gpus.features.distributed.groups import is_boxed, place_of_rank
+from virtual_gpus.features.nccl.traffic import TRAFFIC, kind_of
 from virtual_gpus.machine import VirtualMachine, active, get_machine
 from virtual_gpus.patches.table import Patch, around
 from virtual_gpus.settings import Settings
@@ -98,7 +98,7 @@ def stop(machine: VirtualMachine) -> None:
 def _variables(settings: Settings) -> dict[str, str]:
     """The environment that torchrun gives to the rank of `settings`."""
     assert settings.rank is not None and settings.world_size is not None
-    host, slot = settings.place_of_rank(settings.rank)
+    host, slot = place_of_rank(settings, settings.rank)
     hosts = settings.world_size // settings.count
     return {
         "RANK": str(settings.rank), "WORLD_SIZE": str(settings.world_size),

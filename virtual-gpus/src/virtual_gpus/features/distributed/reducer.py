@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from virtual_gpus.dispatch.copies import charge_copy
 from virtual_gpus.entrance import entrance
 from virtual_gpus.features.distributed.groups import require_backend
 from virtual_gpus.machine import VirtualGPU
@@ -38,6 +39,7 @@ class _Buckets(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         if func is torch.ops.aten.copy_.default and gpu_of(args[0]) is None and not has_values(args[1]):
+            charge_copy("copy_", args[1], args[0], blocking=True)
             return args[0]  # the order of the buckets, back from rank 0: it has no values, so this rank's own stays
         result = func(*args, **kwargs)
         if kwargs.get("device") is not None:  # a bucket, or the numbers in which rank 0 sends the order of the buckets

@@ -162,7 +162,7 @@ def _group_norm_cost(operation: Operation) -> Cost:
 
 
 LAYER_NORM, LAYER_NORM_BACKWARD = moves(**_FITTED["layer_norm"]), moves(**_FITTED["layer_norm_backward"])
-_FORWARD = OperatorClass(_batch_norm_cost, depends_on_strides=True, arguments=("weight", "training"), asks_cudnn=True)
+_FORWARD = OperatorClass(_batch_norm_cost, depends_on_strides=True, arguments=("weight", "training"))
 _BACKWARD = _FORWARD._replace(arguments=("weight", "train", "output_mask"))
 OPERATORS = {
     "native_layer_norm": Row(LAYER_NORM, layer_norm),

@@ -16,7 +16,6 @@ from torch.autograd import DeviceType
 from torch.autograd.profiler_util import FunctionEvent
 
 from virtual_gpus.clock.clock import COPY_IN, COPY_OUT, TO_THE_CPU, TO_THE_GPU, Span
-from virtual_gpus.clock.traffic import TRAFFIC
 from virtual_gpus.machine import VirtualMachine
 from virtual_gpus.timeline.spans import lane_name
 
@@ -108,11 +107,9 @@ class _Operators:
 
 
 def _name(span: Span) -> str:
-    name = span.name
+    name = span.kernel or span.name
     if span.kind == "copy":
         name = {TO_THE_GPU: "Memcpy HtoD", TO_THE_CPU: "Memcpy DtoH"}.get(name, "Memcpy PtoP")
-    elif span.kind == "collective":  # tools tell collectives from other kernels by this name
-        name = f"ncclDevKernel_{TRAFFIC[name].kernel}"
     return f"{name} (modelled)"
 
 

@@ -1,0 +1,1 @@
+"""How long NCCL takes, which `distributed` and `data_parallel` ask."""
