@@ -17,10 +17,10 @@ from virtual_gpus.threads import OfEachThread
 
 
 class Arrival(QueuedWork):
-    """When a tensor from other processes is here. end: its modelled time, or what asks the sender for it."""
+    """When a tensor from other processes is on a GPU. end: its modelled time, or what asks the sender for it."""
 
-    def __init__(self, end: float | Callable[[], float]):
-        self._end = end
+    def __init__(self, gpu: VirtualGPU, end: float | Callable[[], float]):
+        self.gpu, self._end = gpu, end
 
     @property
     def known(self) -> bool:
@@ -60,9 +60,8 @@ def start(machine: VirtualMachine) -> None:
         gpu.late = _Late()
 
 
-_ends: weakref.WeakKeyDictionary[Any, tuple[VirtualGPU, Arrival]] = weakref.WeakKeyDictionary()  # of Python's works
-# The GPU and the end of the collective that was issued last, for its Work.
-_last_issued: OfEachThread[tuple[VirtualGPU, Arrival] | None] = OfEachThread(None)
+_of_works: weakref.WeakKeyDictionary[Any, Arrival] = weakref.WeakKeyDictionary()  # those that Python has
+_last_issued: OfEachThread[Arrival | None] = OfEachThread(None)  # of the collective that was, for its Work
 
 
 class Lane(NamedTuple):
@@ -98,9 +97,9 @@ def occupy(gpu: VirtualGPU, lane: Lane, start: float, end: float, sent: float) -
     clock.hold(gpu.slot, lane.queue, end)
 
 
-def note(gpu: VirtualGPU, tensors: Iterable[torch.Tensor], arrival: Arrival) -> None:
+def note(tensors: Iterable[torch.Tensor], arrival: Arrival) -> None:
     """What uses `tensors` waits for `arrival`, and so does `wait()` of the Work that stands for it."""
-    _last_issued.value = gpu, arrival
+    _last_issued.value = arrival
     for tensor in tensors:
         allocation = allocation_of(tensor)
         if allocation is not None:
@@ -109,26 +108,25 @@ def note(gpu: VirtualGPU, tensors: Iterable[torch.Tensor], arrival: Arrival) -> 
 
 def remember(work: Any) -> None:
     """Called when Python is given a Work: it stands for the collective that this thread issued last."""
-    noted, _last_issued.value = _last_issued.value, None
-    if noted is not None and work is not None:
-        _ends[work] = noted
-        noted[1].given = True
+    arrival, _last_issued.value = _last_issued.value, None
+    if arrival is not None and work is not None:
+        _of_works[work] = arrival
+        arrival.given = True
 
 
 def give_to_future(work: Any) -> None:
     """C++ waits for the collective of a Work, before it calls what was given to its future."""
-    if work in _ends:
-        _ends[work][1].given = False
+    if work in _of_works:
+        _of_works[work].given = False
 
 
 def await_work(work: Any) -> None:
     """`work.wait()`: the current stream waits for the collective, and the host does not."""
-    if work not in _ends:
-        return
-    gpu, arrival = _ends[work]
-    gpu.machine.follower.stream_waits(gpu, arrival)
-    if arrival.known:
-        gpu.machine.clock.hold(gpu.slot, gpu.stream, arrival.time())
+    if work in _of_works:
+        gpu, arrival = _of_works[work].gpu, _of_works[work]
+        gpu.machine.follower.stream_waits(gpu, arrival)
+        if arrival.known:
+            gpu.machine.clock.hold(gpu.slot, gpu.stream, arrival.time())
 
 
 def on_gpus(values: Sequence[Any]) -> list[torch.Tensor]:

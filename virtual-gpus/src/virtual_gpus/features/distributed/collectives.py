@@ -81,8 +81,8 @@ def charge(
     elif meeting is not None:
         results = [] if call.func.namespace == "c10d" else on_gpus([result])
         end = _charge_on_clock(meeting, gpu_bytes(results))  # an all-to-all may return more than it was given
-        arrival = Arrival(_copy(_listed(call, group, "allgather_"), gpu, meeting.lane, end))
-        note(gpu, results or on_gpus(call.args[:1]), arrival)
+        arrival = Arrival(gpu, _copy(_listed(call, group, "allgather_"), gpu, meeting.lane, end))
+        note(results or on_gpus(call.args[:1]), arrival)
         arrival.given = call.func.namespace.startswith("_c10d_functional")  # whose callers wait themselves
         written = results or _written(call, group)
         reads = [tensor for tensor in call.tensors if not any(tensor is other for other in written)]

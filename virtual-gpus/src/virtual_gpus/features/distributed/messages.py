@@ -50,8 +50,8 @@ def send_or_receive(
         end = _tell_or_ask(sends, gpu, group, lane, began, nbytes, peer, tag)
     if not callable(end):
         occupy(gpu, lane, began, end, nbytes if sends else 0)
-    arrival = Arrival(end)
-    note(gpu, tensors, arrival)
+    arrival = Arrival(gpu, end)
+    note(tensors, arrival)
     gpu.machine.follower.queued(gpu, lane.queue, kind, *((tensors, []) if sends else ([], tensors)), arrival)
 
 
