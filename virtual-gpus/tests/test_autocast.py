@@ -16,7 +16,7 @@ from measuring import with_and_without_numbers
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map
-from virtual_gpus import virtual_gpus
+from virtual_gpus import active_machine, virtual_gpus
 from virtual_gpus.features import autocast
 
 BF16 = torch.bfloat16
@@ -295,8 +295,8 @@ def test_shapes_only_counts_as_no_overflow(options):
                 scaler.scale(sum(w.sum().to("cuda:0") for w in weights)).backward()
                 scaler.step(optimizer)
                 scaler.update()
-            assert scaler.get_scale() == 4.0
-            assert all("exp_avg" in optimizer.state[w] for w in weights)
+            seconds = round(active_machine().clock.now, 12)  # the host waits for each GPU's answer
+            assert scaler.get_scale() == 4.0 and all("exp_avg" in optimizer.state[w] for w in weights)
             figures = [(torch.cuda.memory_allocated(i), torch.cuda.max_memory_allocated(i)) for i in range(2)]
-            results.append((figures, [scaler.state_dict()[name] for name in ("scale", "growth_factor")]))
+            results.append((figures, seconds, [scaler.state_dict()[name] for name in ("scale", "growth_factor")]))
     assert results[0] == results[1]

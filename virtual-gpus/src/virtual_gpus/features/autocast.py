@@ -20,6 +20,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
+from math import isnan
 from typing import Any
 
 import torch
@@ -34,8 +35,7 @@ from virtual_gpus.threads import OfEachThread
 _KEY = torch._C.DispatchKey.AutocastCUDA
 _KEYS = torch._C.DispatchKeySet(_KEY) | torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
 _FP32 = torch.float32
-_FLOATING = {t for t in vars(torch).values() if isinstance(t, torch.dtype) and t.is_floating_point}
-_CASTABLE = _FLOATING - {torch.float64}
+_CASTABLE = {t for t in vars(torch).values() if isinstance(t, torch.dtype) and t.is_floating_point} - {torch.float64}
 
 _enabled = torch.is_autocast_enabled
 _lower_dtype = torch.get_autocast_dtype
@@ -47,7 +47,7 @@ _cast_weights: dict[int, tuple[weakref.ref[torch.Tensor], torch.Tensor]] = {}  #
 _Scaler = torch.amp.GradScaler
 _raw_set = torch.set_autocast_enabled
 _raw_clear = torch.clear_autocast_cache
-_raw = {name: getattr(_Scaler, name) for name in ("_maybe_opt_step", "get_scale", "_get_growth_tracker")}
+_raw = {name: getattr(_Scaler, name) for name in ("get_scale", "_get_growth_tracker")}
 _registering = threading.Lock()
 _library: list[torch.library.Library] = []
 # While `torch.autocast("cuda")` is on and the operator that is called has not been cast yet.
@@ -277,23 +277,20 @@ def clear_autocast_cache() -> None:
 
 
 def _maybe_opt_step(self: _Scaler, optimizer: torch.optim.Optimizer, state: dict[str, Any], *args: Any, **kwargs: Any):
-    """The step, unless a gradient overflowed."""
-    if not all(map(has_values, state["found_inf_per_device"].values())):
-        return optimizer.step(*args, **kwargs)
-    return _raw["_maybe_opt_step"](self, optimizer, state, *args, **kwargs)
+    """The step, unless a gradient overflowed. The host waits for each GPU's answer, which may be nan, as in PyTorch."""
+    found = sum(answer.item() for answer in state["found_inf_per_device"].values())
+    return None if found > 0 else optimizer.step(*args, **kwargs)
 
 
 def get_scale(self: _Scaler) -> float:
-    """The current scale."""
-    return _raw["get_scale"](self) if _has_scale(self) else self._init_scale
+    """The current scale, for which the host waits."""
+    scale = _raw["get_scale"](self)
+    return self._init_scale if isnan(scale) else scale
 
 
 def _get_growth_tracker(self: _Scaler) -> int:
-    return _raw["_get_growth_tracker"](self) if _has_scale(self) else self._init_growth_tracker
-
-
-def _has_scale(scaler: _Scaler) -> bool:
-    return not scaler.is_enabled() or scaler._scale is None or has_values(scaler._scale)
+    is_known = not self.is_enabled() or self._scale is None or has_values(self._scale)
+    return _raw["_get_growth_tracker"](self) if is_known else self._init_growth_tracker
 
 
 def patches() -> list[Patch]:
