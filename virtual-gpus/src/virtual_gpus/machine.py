@@ -237,19 +237,19 @@ def find_gpu(machine: VirtualMachine, device: torch.device, initialize: bool = T
 
     initialize: whether CUDA would initialize itself for this question. It does for all but a few statistics.
     """
-    if not machine.gpus:
-        raise RuntimeError("No CUDA GPUs are available")
-    index = machine.current if device.index is None else device.index
-    if not 0 <= index < len(machine.gpus):
+    gpus, index = machine.gpus, machine.current if device.index is None else device.index
+    if not 0 <= index < len(gpus):
+        if not gpus:
+            raise RuntimeError("No CUDA GPUs are available")
         raise errors.cuda_error("invalid device ordinal", "GPU device may be out of range, do you have enough GPUs?")
-    if initialize and machine.is_in_bad_fork:
-        raise RuntimeError(  # `torch.cuda._lazy_init`
-            "Cannot re-initialize CUDA in forked subprocess. To use CUDA with multiprocessing, you must use the "
-            "'spawn' start method"
-        )
     if initialize and not machine.is_initialized:
+        if machine.is_in_bad_fork:
+            raise RuntimeError(  # `torch.cuda._lazy_init`
+                "Cannot re-initialize CUDA in forked subprocess. To use CUDA with multiprocessing, you must use the "
+                "'spawn' start method"
+            )
         machine.is_initialized = torch.cuda._initialized = True  # checkpoints read the latter
-    return machine.gpus[index]
+    return gpus[index]
 
 
 def push(machine: VirtualMachine) -> None:

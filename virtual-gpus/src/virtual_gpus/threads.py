@@ -1,8 +1,6 @@
 """What the engine knows of the running thread, in one object: `this_thread`."""
 
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Generic, TypeVar
 
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack, _pop_mode, _push_mode
@@ -35,25 +33,25 @@ class OfEachThread(threading.local, Generic[Value]):
         self.value = value
 
 
-@contextmanager
-def below() -> Iterator[None]:
+class below:
     """Compute below the accounting: operators run as they are, and nothing that they make is placed."""
-    before, this_thread.in_kernel = this_thread.in_kernel, True
-    try:
-        yield
-    finally:
-        this_thread.in_kernel = before
+
+    def __enter__(self) -> None:
+        self._before, this_thread.in_kernel = this_thread.in_kernel, True
+
+    def __exit__(self, *error: object) -> None:
+        this_thread.in_kernel = self._before
 
 
-@contextmanager
-def seen() -> Iterator[None]:
+class seen:
     """Have operators seen: while the dispatch mode works on one it is off, and what others make would be nowhere."""
-    mode = this_thread.mode
-    if mode is None or mode in _get_current_dispatch_mode_stack():
-        yield
-        return
-    _push_mode(mode)
-    try:
-        yield
-    finally:
-        _pop_mode()
+
+    def __enter__(self) -> None:
+        mode, self._pushed = this_thread.mode, False
+        if mode is not None and mode not in _get_current_dispatch_mode_stack():
+            _push_mode(mode)
+            self._pushed = True
+
+    def __exit__(self, *error: object) -> None:
+        if self._pushed:
+            _pop_mode()

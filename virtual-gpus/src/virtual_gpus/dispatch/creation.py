@@ -8,7 +8,7 @@ import torch
 from virtual_gpus.dispatch import valueless
 from virtual_gpus.dispatch.operators import OpCall, asked_generator
 from virtual_gpus.dispatch.timing import charge_op
-from virtual_gpus.machine import VirtualGPU, VirtualMachine, active, find_gpu
+from virtual_gpus.machine import VirtualGPU, VirtualMachine, find_gpu, get_machine
 from virtual_gpus.placement.creation_sites import record_creation_site
 from virtual_gpus.placement.storages import StorageAllocation, pin, put
 
@@ -18,16 +18,16 @@ _LARGE = 1 << 24  # elements
 
 def create(call: OpCall) -> Any:
     """Factories (`zeros`, `empty`), `*_like`, `new_*` and `_to_copy`. `call.gpu`: that of their inputs, if any."""
-    source, machine = call.gpu, active()
-    assert machine is not None  # else the dispatch mode makes no `OpCall`
-    call.gpu = target = _target(call, machine)
+    source = call.gpu
+    call.gpu = target = _target(call, get_machine())
     if target is None:
         return _create_on_host(call, source)
     if call.kwargs.get("pin_memory"):
         raise RuntimeError("Only dense CPU tensors can be pinned")
     call.kwargs = {**call.kwargs, "device": target.machine.tensor_device}
     allocation = None
-    valueless.prepare(call)
+    if call.tensors:
+        valueless.prepare(call)
     if source is None and not target.machine.shapes_only and call.op.row.recipe is None:
         allocation = _allocation_before_filling(call)
     result = call.op.recipe(call) if allocation is None else call.place(put(call.compute(), allocation))
@@ -72,8 +72,8 @@ def _allocation_before_filling(call: OpCall) -> StorageAllocation | None:
     Only worth it for large tensors, and only factories without inputs can be asked cheaply (on the meta device).
     """
     elements = 1  # at most, of all numbers that are given
-    for value in call.args * (2 if call.op.name == "eye" else 1):
-        number = prod(value) if isinstance(value, (list, tuple)) else value
+    for value in call.args * 2 if call.op.name == "eye" else call.args:
+        number = prod(value) if isinstance(value, list) else value
         elements *= max(1, abs(number)) if isinstance(number, (int, float)) else 1
     if elements < _LARGE:
         return None

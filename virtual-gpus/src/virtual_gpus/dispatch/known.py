@@ -93,7 +93,7 @@ def _part(value: Any, by_element: bool) -> Any:
     if kind in _SETTINGS:
         return kind, value  # with the type: 1 == 1.0 == True
     if kind is list or kind is tuple:
-        return kind, *[_part(part, by_element) for part in value]
+        return kind, *(value if set(map(type, value)) == {int} else [_part(part, by_element) for part in value])
     if isinstance(value, torch._C.Generator):
         return torch._C.Generator  # no shape is drawn
     raise _Unusual

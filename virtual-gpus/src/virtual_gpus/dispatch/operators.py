@@ -26,6 +26,7 @@ from virtual_gpus.threads import this_thread
 _KEYS = {"cuda": torch._C.DispatchKey.CUDA, "cpu": torch._C.DispatchKey.CPU,
          None: torch._C.DispatchKey.CompositeExplicitAutograd}  # fmt: skip
 
+_Tensor, _LISTS = torch.Tensor, (list, tuple)
 _Schema, _Func = torch._C.FunctionSchema, torch._ops.OpOverload | torch._ops.HigherOrderOperator
 Route = Callable[["OpCall"], Any]  # gives what the operator returns
 
@@ -217,9 +218,9 @@ class OpCall:
         tensors: list[torch.Tensor] = []
         self.tensors = tensors
         for value in args[: op.takes_first]:  # `tensors_in`, without its call: this runs for every operator
-            if isinstance(value, torch.Tensor):
+            if isinstance(value, _Tensor):
                 tensors.append(value)
-            elif isinstance(value, (list, tuple)):
+            elif isinstance(value, _LISTS):
                 tensors += tensors_in(value)
         if kwargs and op.takes_by_name:
             tensors += tensors_in(tuple(kwargs.values()))
@@ -233,12 +234,10 @@ class OpCall:
                 record, where, on_one_gpu, all_placed = UNRECORDED, gpu_of(tensor), False, False
             if where is None:
                 on_one_gpu, all_placed = False, all_placed and record.creation_site is None
-            elif not where.machine.on:
-                on_one_gpu = all_placed = False
-            elif gpu is None:
+            elif gpu is None and where.machine.on:
                 gpu = where
             elif where is not gpu:
-                on_one_gpu = False
+                on_one_gpu, all_placed = False, all_placed and where.machine.on
         self.gpu, self.on_one_gpu, self.all_placed = gpu, on_one_gpu and gpu is not None, all_placed
 
     def __getitem__(self, name: str) -> Any:

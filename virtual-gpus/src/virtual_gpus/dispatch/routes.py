@@ -76,12 +76,14 @@ def on_host(call: OpCall) -> Any:
     """An operator on CPU tensors. What C++ computes of helpers of its own alone, and numbers, is a helper too."""
     if call.op.has_generator:
         asked_generator(call, "cpu")
-    for former in filter(None, map(former_gpu_of, call.tensors if not call.all_placed else ())):
+    if call.all_placed:
+        return call.kernel(*call.args, **call.kwargs)
+    for former in filter(None, map(former_gpu_of, call.tensors)):
         errors.warn_of_gpu_that_is_off(former, calling_frame())
-    if call.op.needs_values and not call.all_placed and call.tensors[0].is_meta:  # of C++, which found no GPU to be on
+    if call.op.needs_values and call.tensors[0].is_meta:  # of C++, which found no GPU to be on
         raise errors.needs_values(call.op.base)
     result = call.kernel(*call.args, **call.kwargs)
-    if not call.all_placed and isinstance(result, torch.Tensor):
+    if isinstance(result, torch.Tensor):
         site, sized = call.site, [tensor for tensor in call.tensors if tensor.dim()] or call.tensors
         sites = {storage._record.creation_site for tensor in sized for storage in storages(tensor)}
         if None in sites and not call.op.crosses:

@@ -151,17 +151,17 @@ def _more(call: OpCall) -> tuple[Any, ...]:
     op, time, strides = call.op, call.op.row.time, ()
     if time.depends_on_strides:  # what has a storage of its own has strides
         strides = tuple(map(_stride if call.on_one_gpu else _strides, call.tensors))
-    arguments = op.arguments and plain(list(map(call.__getitem__, op.arguments)))
+    arguments = op.arguments and tuple(map(plain, map(call.__getitem__, op.arguments)))
     setting = time.tf32_setting
     return strides, arguments, setting and _allows_tf32("cuda", setting), _cudnn_enabled()
 
 
 def plain(value: Any) -> Any:
     """An argument, or a list of them, as `Operation` has it."""
+    if type(value) in _PLAIN:
+        return value
     if isinstance(value, (list, tuple)):
-        if _PLAIN.issuperset(map(type, value)):
-            return tuple(value)
-        return tuple([part if type(part) in _PLAIN else plain(part) for part in value])
+        return tuple(value if _PLAIN.issuperset(map(type, value)) else map(plain, value))
     return isinstance(value, _Tensor) or value
 
 
@@ -179,8 +179,9 @@ def _operation(call: OpCall, made: TensorList, extra: tuple[Any, ...] | None) ->
     elif op.in_place and len(made) == 1:
         outputs = inputs[:1]
     dtypes = [tensor.dtype for tensor in call.tensors]
+    multiplied = next((dtype for dtype in dtypes if dtype.is_floating_point or dtype.is_complex), torch.float32)
     return Operation(
-        op.base, inputs, outputs, call.gpu.spec, precision_of(op.row.time.tf32_setting, dtypes),
+        op.base, inputs, outputs, call.gpu.spec, precision_of(op.row.time.tf32_setting, multiplied),
         parts=1 + any(dtype.is_complex for dtype in dtypes), in_place=op.in_place,
         arguments=dict(zip(op.arguments, arguments, strict=True)), cudnn=cudnn,
     )  # fmt: skip
@@ -212,9 +213,9 @@ def _strides(tensor: torch.Tensor) -> tuple[int, ...]:
     return tensor.stride() if tensor.layout is torch.strided else ()
 
 
-def precision_of(library: str, dtypes: Iterable[_Dtype]) -> Precision:
+def precision_of(library: str, dtype: _Dtype) -> Precision:
     """ "fp32", or what tensor cores make of it: TF32 is on for convolutions and off for products, as PyTorch has it."""
-    dtype = next((dtype.to_real() for dtype in dtypes if dtype.is_floating_point or dtype.is_complex), torch.float32)
-    if dtype == torch.float32 and library and _allows_tf32("cuda", library) == "tf32":
+    real = dtype.to_real()
+    if real is torch.float32 and library and _allows_tf32("cuda", library) == "tf32":
         return "tf32"
-    return _PRECISION.get(dtype, "fp32")
+    return _PRECISION.get(real, "fp32")

@@ -63,7 +63,10 @@ def run(call: OpCall) -> Any:
     result = None  # fused ones change numbers in place, of which there may be none; not all have a meta kernel
     if not (call.gpu.machine.shapes_only and op.in_place and op.base.startswith("_fused_")):
         result = call.compute() if op.row.recipe is None else op.row.recipe(call)
-        _place_rows(columns, gpus, result)
+        if call.on_one_gpu:
+            place_all(result, call.gpu)
+        else:
+            _place_rows(columns, gpus, result)
     _charge(call, columns, gpus, result)
     return result
 
@@ -90,7 +93,7 @@ def _place_rows(columns: list[Sequence[torch.Tensor]], gpus: Sequence[VirtualGPU
 
 def _charge(call: OpCall, columns: list[Sequence[torch.Tensor]], gpus: list[VirtualGPU | None], result: Any) -> None:
     """Put it on the clock: for each GPU among them, one call with its elements. gpus: of the first list."""
-    op, arguments = call.op, timing.plain(list(map(call.__getitem__, call.op.arguments)))
+    op, arguments = call.op, tuple(map(timing.plain, map(call.__getitem__, call.op.arguments)))
     dtype = getattr(result[0], "dtype", None) if result else None
     for gpu in filter(None, dict.fromkeys(gpus)):
         rows = columns

@@ -23,19 +23,13 @@ from virtual_gpus.threads import seen, this_thread
 
 _FITTED = figures.beside(__file__)
 _SORTED = 2 * (8 + 8)  # bytes that a sort reads and writes: an int64 and where it was
+_MASKS = (torch.bool, torch.uint8)  # types of indices that choose elements by their values
 _raw_one_hot = torch._C._nn.one_hot
-
-
-def _index_copies(call: OpCall) -> list[int]:
-    """Bytes of the int64 indices that CUDA makes of those of the CPU, and of int32 (TensorAdvancedIndexingUtils.h)."""
-    given = [index for index in call["indices"] if index is not None and not _is_mask(index)]
-    return [8 * index.numel() for index in given if index.dtype != torch.int64 or gpu_of(index) is None]
 
 
 def index(call: OpCall) -> torch.Tensor:
     """The copies of indices come before the result."""
-    _make_indices(call)
-    with call.scratch(*_index_copies(call)):
+    with call.scratch(*_make_indices(call)):
         return call.run()
 
 
@@ -43,15 +37,15 @@ def index_put(call: OpCall) -> torch.Tensor:
     """x[i] += ... with repeated indices sorts all that they broadcast to, and copies values that are fewer
     (index_put_with_sort_kernel in cuda/Indexing.cu). In a backward pass CUDA writes into the zeros that it is given.
     PyTorch's formula copies them only because a dispatch mode is on: the result takes their block over."""
-    _make_indices(call)
+    made = _make_indices(call)
     if not call["accumulate"]:
-        return call.run(*_index_copies(call))
+        return call.run(*made)
     target, values, indices = call["self"], call["values"], call["indices"]
     count = prod(torch.broadcast_shapes(*(index.shape for index in indices if index is not None)))
     whole = count * prod(size for size, index in zip_longest(target.shape, indices) if index is None)
     copy = channels_first_copy(values) if values.numel() >= whole else whole * values.itemsize
     in_place = this_thread.in_backward and call.op.base == "index_put"
-    with call.scratch(*_index_copies(call), 8 * count, copy, 8 * count, 8 * count):
+    with call.scratch(*made, 8 * count, copy, 8 * count, 8 * count):
         radix_sort(call, count, 8)
         return call.run_in_place(target) if in_place else call.run()
 
@@ -71,35 +65,36 @@ def repeat_interleave(call: OpCall) -> torch.Tensor:
         return call.run()
 
 
-def _make_indices(call: OpCall) -> None:
+def _make_indices(call: OpCall) -> list[int]:
     """Send integers of the CPU, and put for a mask the places that it names (expandTensors): the host waits for both.
-    It stays where one number of the CPU goes to all of them (canDispatchToMaskedFill in TensorAdvancedIndexing.cpp)."""
+    It stays where one number of the CPU goes to all of them (canDispatchToMaskedFill in TensorAdvancedIndexing.cpp).
+    Returns the bytes of the int64 indices made of those of the CPU, and of int32 (TensorAdvancedIndexingUtils.h)."""
     tensor, given, *others = call.args
     fills = bool(others) and others[0].numel() == 1 and gpu_of(others[0]) is None
-    indices, is_known = list[torch.Tensor | None](), truth.value or not call.gpu.machine.shapes_only
+    indices, made = list[torch.Tensor | None](), list[int]()
     for index in given:
         at, expanded = len(indices), [index]
-        if index is not None and gpu_of(index) is None and not _is_mask(index):
-            send(nbytes(index), None, call.gpu, is_pinned(index), blocking=True)
-        elif index is not None and _is_mask(index) and gpu_of(index) is call.gpu and not fills:
+        where = None if index is None else call.gpu if call.on_one_gpu else gpu_of(index)
+        if index is not None and index.dtype not in _MASKS:
+            if where is None:
+                send(nbytes(index), None, call.gpu, is_pinned(index), blocking=True)
+            if where is None or index.dtype != torch.int64:
+                made.append(8 * index.numel())
+        elif index is not None and where is call.gpu and not fills:
             fits = index.dtype == torch.bool and index.shape == tensor.shape[at:][: index.dim()]
-            if not (fits and is_known):  # C++ warns of bytes and refuses other shapes
+            if not (fits and (truth.value or not call.gpu.machine.shapes_only)):  # C++ warns of bytes, refuses shapes
                 charge_read(call)
             else:
                 with seen():
                     expanded = index.nonzero().unbind(1)
         indices += expanded
     call.args = (tensor, indices, *others)
-
-
-def _is_mask(index: torch.Tensor | None) -> bool:
-    """True for an index that chooses elements by its values."""
-    return index is not None and index.dtype in (torch.bool, torch.uint8)
+    return made
 
 
 def _are_integers(call: OpCall) -> bool:
     """True if the indices say the size, not their values, or the host has these."""
-    return not any(_is_mask(index) and gpu_of(index) is not None for index in call["indices"])
+    return not any([part is not None and part.dtype in _MASKS and gpu_of(part) is not None for part in call.args[1]])
 
 
 def masked_select(call: OpCall) -> torch.Tensor:
@@ -131,11 +126,6 @@ def mask_elsewhere(call: OpCall, name: str, common: torch.device, device: torch.
     """`x.masked_fill(mask, ...)` with a mask on another device (aten/src/ATen/native/cuda/Indexing.cu)."""
     text = f"expected self and mask to be on the same device, but got mask on {device} and self on {common}"
     return RuntimeError(text) if name == "mask" else None
-
-
-def _multiplies(call: OpCall) -> bool:
-    """`scatter(..., src, reduce="multiply")`: sums are deterministic, and so is a number in the place of src."""
-    return call.func._schema.overload_name == "reduce" and call["reduce"] == "multiply"
 
 
 def _writes(nbytes: Bytes, *arguments: str) -> OperatorClass:
@@ -190,7 +180,10 @@ _INTO_ZEROS = moves(lambda operation: operation.nbytes + bytes_of(operation.inpu
 # A scan of int64 numbers for each place, written and read, comes first.
 _CHOOSES = moves(lambda operation: operation.nbytes + 16 * prod(operation.outputs[0].shape), **_FITTED["chosen"])
 _REPEATS = moves(lambda operation: operation.nbytes + 16 * prod(operation.inputs[0].shape), **_FITTED["repeats"])
-_OF_PRODUCTS = not_deterministic("scatter_reduce_cuda_kernel", _multiplies)
+# `scatter(..., src, reduce="multiply")`: sums are deterministic, and so is a number in the place of src.
+_OF_PRODUCTS = not_deterministic(
+    "scatter_reduce_cuda_kernel", lambda call: call.op.name.endswith(".reduce") and call["reduce"] == "multiply"
+)
 _OF_REDUCED = not_deterministic("scatter_reduce_cuda_prod_", lambda call: call["reduce"] == "prod")
 _indexed = functools.partial(Row, on_host={"indices"}, mixture=indices_elsewhere, size_is_known=_are_integers)
 OPERATORS = {

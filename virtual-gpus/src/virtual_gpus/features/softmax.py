@@ -30,10 +30,10 @@ def one_kernel(owner: Any, name: str) -> Callable[..., torch.Tensor]:
     raw, fused = getattr(owner, name), getattr(torch, f"_{name}")
 
     def answer(*args: Any, **named: Any) -> torch.Tensor:
-        dim, dtype = named.get("dim", *args[1:2]), named.get("dtype", *args[2:3])
-        fits = args and dim is not None and dtype is torch.float32 and {"dim", "dtype"}.issuperset(named)
-        if fits and args[0].dtype is torch.float16 and gpu_of(args[0]) is not None:
-            return fused(args[0], dim, True)
+        if args and len(args) + len(named) == 3:  # `dim` and `dtype` are given
+            dim, dtype = named.get("dim", *args[1:2]), named.get("dtype", *args[2:3])
+            if dim is not None and dtype is torch.float32 and args[0].dtype is torch.float16 and gpu_of(args[0]):
+                return fused(args[0], dim, True)
         return raw(*args, **named)
 
     return answer

@@ -118,11 +118,11 @@ class CachingAllocator:
                 self._busy = False
         if self._pending:
             self._drain()
-        if error is not None:
+        if block is None:
+            assert error is not None
             for observer in self.oom_observers:
                 observer(error)
             raise error
-        assert block is not None
         return block
 
     def free(self, block: Block) -> None:

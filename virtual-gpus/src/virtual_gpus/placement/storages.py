@@ -19,6 +19,7 @@ _CPU = torch.device("cpu")
 # Not `torch`'s, which are patches while GPUs are on.
 _empty, _empty_strided = torch._C._VariableFunctions.empty, torch._C._VariableFunctions.empty_strided
 RAW_DEVICE = torch._C.TensorBase.device.__get__  # as C++ sees it: cpu or meta
+_TENSORS = frozenset((torch.Tensor, torch.nn.Parameter))
 CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}  # by the number of dimensions
 
 
@@ -89,7 +90,8 @@ class scratch:
     __slots__ = ("_gpu", "_held", "_sizes")
 
     def __init__(self, gpu: VirtualGPU, *sizes: int):
-        self._gpu, self._sizes, self._held = gpu, sizes, list[ScratchBlock]()
+        self._gpu, self._sizes = gpu, sizes
+        self._held: list[ScratchBlock] = []
 
     def __enter__(self) -> Self:
         try:
@@ -123,10 +125,12 @@ def nbytes(tensor: torch.Tensor) -> int:
 
 def tensors_in(value: object) -> list[torch.Tensor]:
     """The tensors of an argument or result: itself, those in lists, tuples and the lists within, or none."""
-    if isinstance(value, torch.Tensor):
-        return [value]
+    if not isinstance(value, (list, tuple)):
+        return [value] if isinstance(value, torch.Tensor) else []
+    if _TENSORS.issuperset(map(type, value)):  # as an optimizer's lists: many are faster so
+        return list(value)
     tensors: list[torch.Tensor] = []
-    for part in value if isinstance(value, (list, tuple)) else ():
+    for part in value:
         if isinstance(part, torch.Tensor):
             tensors.append(part)
         elif isinstance(part, (list, tuple)):

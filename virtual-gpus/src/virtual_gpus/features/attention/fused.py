@@ -18,7 +18,7 @@ from virtual_gpus.dispatch.half_precision import widened
 from virtual_gpus.dispatch.measured_calls import KernelCall, argument
 from virtual_gpus.dispatch.operators import OpCall, Row
 from virtual_gpus.dispatch.timing import launch
-from virtual_gpus.features.attention.kernels import FUSED, Fused, Kernel
+from virtual_gpus.features.attention.kernels import FUSED, Fused, Kernel, cost
 from virtual_gpus.features.autocast import below_autocast
 from virtual_gpus.placement.random_numbers import count_draws, default_generator
 from virtual_gpus.placement.storages import empty_in, put
@@ -26,8 +26,8 @@ from virtual_gpus.threads import below, seen
 
 
 def _forward(kind: type[Fused], call: OpCall) -> tuple[Any, ...]:
-    kernel, gpu, query = kind(call), call.gpu, call["query"]
-    numbers = kernel.numbers
+    kernel, gpu = kind(call), call.gpu
+    query, numbers = kernel.parts[0], kernel.numbers
     of_out, of_lse, of_seeds = kernel.forward()
     _charge(kernel)
     seed = lse = None
@@ -77,7 +77,9 @@ def _backward(kind: type[Fused], call: OpCall) -> tuple[Any, ...]:
 
 def _charge(kernel: Kernel, direction: str = "") -> None:
     name, settings = f"{kernel.name}{direction}", {"is_causal": kernel.numbers.causal, "dropout_p": kernel.dropout}
-    launch(kernel.gpu, name, kernel.cost(bool(direction)), kernel.parts, call=KernelCall(name, kernel.parts, settings))
+    query, how = kernel.parts[0], (bool(direction), kernel.numbers.causal, kernel.dropout > 0)
+    charge = cost(kernel.gpu.spec.kind, query.shape, kernel.columns, query.dtype, *how)
+    launch(kernel.gpu, name, charge, kernel.parts, call=KernelCall(name, kernel.parts, settings))
 
 
 def _with_strides(result: Tensor, strides: tuple[int, ...]) -> Tensor:

@@ -10,7 +10,7 @@ measured but for 512 bytes.
 
 import functools
 import math
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
-from virtual_gpus import figures
+from virtual_gpus import figures, gpus
 from virtual_gpus.arithmetic import ceil_div, rounded_up
 from virtual_gpus.clock.cost import PRODUCT_ON_HOST
 from virtual_gpus.clock.work import Cost
@@ -26,7 +26,6 @@ from virtual_gpus.dispatch.half_precision import HALVES
 from virtual_gpus.dispatch.operators import OpCall
 from virtual_gpus.dispatch.timing import precision_of
 from virtual_gpus.features.attention.values import Mask, Numbers, Parts, Scale
-from virtual_gpus.gpus import GPUSpec
 from virtual_gpus.placement.storages import ScratchBlock, StorageAllocation, empty_in, put, scratch
 from virtual_gpus.settings import INSTALLED
 from virtual_gpus.versions import NEWEST, Version
@@ -61,7 +60,7 @@ class AttentionCall:
     dropout: float
     causal: bool
     gqa: bool
-    spec: GPUSpec
+    spec: gpus.GPUSpec
     version: Version = INSTALLED
     scale: Scale = None
 
@@ -82,19 +81,19 @@ class AttentionCall:
 
     def is_dense(self, ignore_width_one: bool) -> bool:
         """What all kernels want: four dimensions, one dtype, rows of numbers that lie together, something to do."""
-        query, key, value = self.parts
-        packed = all(part.stride(-1) == 1 for part in self.parts) or (ignore_width_one and query.shape[-1] == 1)
+        query, key, value = self.query, self.key, self.value
+        packed = query.stride(-1) == key.stride(-1) == value.stride(-1) == 1
         return (
             query.dim() == key.dim() == value.dim() == 4
             and query.dtype == key.dtype == value.dtype
-            and packed
+            and (packed or (ignore_width_one and query.shape[-1] == 1))
             and (self.mask is None or self.mask.stride(-1) == 1)
             and query.shape[-2] > 0 < key.shape[-2]
         )
 
     def heads_fit(self, may_share: bool, same: bool) -> bool:
         """may_share: the kernel shares keys among heads. same: keys and values must agree."""
-        (n, query), (key_n, key), (value_n, value) = (part.shape[:2] for part in self.parts)
+        (n, query), (key_n, key), (value_n, value) = self.query.shape[:2], self.key.shape[:2], self.value.shape[:2]
         if not n == key_n == value_n:
             return False
         one_for_all = may_share and self.version >= _SHARED_HEADS and query and key == value == 1
@@ -105,7 +104,7 @@ class AttentionCall:
         return bool(key and value) and query % key == query % value == 0
 
 
-def rule(name: str, spec: GPUSpec) -> bool:
+def rule(name: str, spec: gpus.GPUSpec) -> bool:
     """What the figures say of the compute capability of `spec`."""
     return _FITTED["capabilities"]["{}.{}".format(*spec.capability)][name]
 
@@ -171,8 +170,9 @@ class Kernel:
 
     def strides(self, like: Tensor, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Of the output or a gradient of `shape`, made for the input `like`: packed, in the order of its dimensions."""
-        is_expanded = 0 in like.stride()
-        return packed_strides(range(4) if is_expanded else sorted(range(4), key=lambda dim: -like.stride(dim)), shape)
+        given = like.stride()  # with a 0 if it is expanded
+        order = range(4) if 0 in given else tuple(sorted(range(4), key=lambda dim: -given[dim]))
+        return packed_strides(order, shape)
 
     def results(self, out: Tensor, lse: Tensor, seed: Tensor | None, blocks: Blocks) -> tuple[Any, ...]:
         """What the operator returns. seed: None without dropout. blocks: of the random numbers' seed and offset."""
@@ -180,30 +180,34 @@ class Kernel:
         offset = empty_in(blocks[1], (), torch.float64)
         return out, lse, None, None, self.rows, self.columns, seed, offset, None  # None: of several texts in one
 
-    def cost(self, backward: bool) -> Cost:
-        """Tiles of the scores (rows of the query, columns of the key) that the causal mask empties are skipped."""
-        spec, heads, fitted = self.gpu.spec, self.n * self.heads, _FITTED["time"]
-        precision, reached, tile = precision_of("", [self.parts[0].dtype]), spec.reached, fitted["tile"]
-        down, across = ceil_div(self.rows, tile), ceil_div(self.columns, tile)
-        tiles = sum(min(across, row + 1) for row in range(down)) if self.numbers.causal else down * across
-        flops = 4 * heads * tiles * tile * tile * self.width * (fitted["backward"] if backward else 1)
-        cores = precision in spec.tensor_cores
-        share = fitted["share_on_cores" if cores else "share"]
-        if cores and self.bytes == 2 and rule("small_tensor_cores", spec):
-            share = fitted["share_of_products"] * reached.tensor
-        share /= fitted["dropout"] if self.dropout else 1
-        read = heads * (2 * self.rows + 2 * self.columns) * self.width * self.bytes
-        seconds = max(flops / (spec.flops_of(precision) * share), spec.seconds_to_move(read))
-        if not backward:
-            return Cost(seconds + fitted["floor"] * reached.kernel, 1, PRODUCT_ON_HOST)
-        seconds += spec.seconds_to_move(2 * read)
-        return Cost(seconds + fitted["floor_backward"] * reached.kernel, 1 + fitted["other_kernels"], PRODUCT_ON_HOST)
+
+@functools.lru_cache(maxsize=4096)
+def cost(kind: str, query: torch.Size, columns: int, dtype: torch.dtype, *how: bool) -> Cost:
+    """Tiles of the scores (rows of the query, columns of the key) that the causal mask empties are skipped.
+    kind: of the GPU. query: its shape. how: if it is the backward pass, if it is causal, if there is dropout."""
+    (n, heads, rows, width), (backward, causal, drops), spec, fitted = query, how, gpus.spec(kind), _FITTED["time"]
+    precision, reached, tile = precision_of("", dtype), spec.reached, fitted["tile"]
+    down, across = ceil_div(rows, tile), ceil_div(columns, tile)
+    tiles = sum(min(across, row + 1) for row in range(down)) if causal else down * across
+    flops = 4 * n * heads * tiles * tile * tile * width * (fitted["backward"] if backward else 1)
+    cores = precision in spec.tensor_cores
+    share = fitted["share_on_cores" if cores else "share"]
+    if cores and dtype in HALVES and rule("small_tensor_cores", spec):
+        share = fitted["share_of_products"] * reached.tensor
+    share /= fitted["dropout"] if drops else 1
+    read = n * heads * (2 * rows + 2 * columns) * width * dtype.itemsize
+    seconds = max(flops / (spec.flops_of(precision) * share), spec.seconds_to_move(read))
+    if not backward:
+        return Cost(seconds + fitted["floor"] * reached.kernel, 1, PRODUCT_ON_HOST)
+    seconds += spec.seconds_to_move(2 * read)
+    return Cost(seconds + fitted["floor_backward"] * reached.kernel, 1 + fitted["other_kernels"], PRODUCT_ON_HOST)
 
 
-def packed_strides(order: Iterable[int], shape: tuple[int, ...]) -> tuple[int, ...]:
+@functools.lru_cache(maxsize=4096)
+def packed_strides(order: Sequence[int], shape: tuple[int, ...]) -> tuple[int, ...]:
     """Strides of a tensor whose dimensions lie in memory in this order, the first one outermost."""
     strides, step = [0] * len(shape), 1
-    for dim in reversed(list(order)):
+    for dim in reversed(order):
         strides[dim] = step
         step *= max(1, shape[dim])
     return tuple(strides)
@@ -378,9 +382,9 @@ class Efficient(Kernel):
         if major >= 8 or (major == 7 and half):
             multiple = 8 if half else 4
         dtypes = (torch.float16, torch.float32, torch.bfloat16) if major >= 8 else (torch.float16, torch.float32)
-        query, key, value = (part.shape[-1] for part in call.parts)
+        query, key, value = call.query.shape[-1], call.key.shape[-1], call.value.shape[-1]
         # Blocks begin at multiples of 512 bytes, so where a view starts within its storage decides.
-        aligned = all(part.storage_offset() % multiple == 0 or not part.numel() for part in call.parts)
+        aligned = all([part.storage_offset() % multiple == 0 or not part.numel() for part in call.parts])
         return (
             torch.backends.cuda.mem_efficient_sdp_enabled()
             and call.query.dtype in dtypes

@@ -48,22 +48,21 @@ def scaled_dot_product_attention(
         return handle_torch_function(
             scaled_dot_product_attention, inputs, query, key, value, attn_mask, dropout_p, is_causal, **rest
         )
-    if is_dtensor(query) and (gpu := gpu_of(query.to_local())) is not None:  # its operators know what to shard
-        return _attention(gpu, (query, key, value), attn_mask, dropout_p, is_causal, scale, enable_gqa)
-    query, key, value, attn_mask = map(arrived, (query, key, value, attn_mask))
-    inputs = (query, key, value) if attn_mask is None else (query, key, value, attn_mask)
+    if any(map(is_wrapper, map(type, inputs))):
+        if is_dtensor(query) and (gpu := gpu_of(query.to_local())) is not None:  # its operators know what to shard
+            return _attend(gpu, (query, key, value), attn_mask, dropout_p, is_causal, scale, enable_gqa)
+        query, key, value, attn_mask = map(arrived, (query, key, value, attn_mask))
     # On the CPU, or under torch.func's transforms, which take operators apart themselves.
     is_elsewhere = gpu_as_seen(query) is None or is_wrapper(type(query)) or is_transformed()
-    call = _raw if is_elsewhere or _is_wrong(*inputs, dropout=dropout_p) else _on_gpu
+    call = _raw if is_elsewhere or _is_wrong(query, key, value, attn_mask, dropout_p) else _on_gpu
     return call(query, key, value, attn_mask, dropout_p, is_causal, **rest)
 
 
-def _is_wrong(query: Tensor, *others: Tensor, dropout: float) -> bool:
+def _is_wrong(query: Tensor, key: Tensor, value: Tensor, mask: Mask, dropout: float) -> bool:
     """What PyTorch refuses before it looks for a kernel (validate_sdpa_input): its own operator says why."""
-    dtypes = [part.dtype for part in others]
-    mask_fits = len(others) < 3 or dtypes[2] in (torch.bool, torch.float32, query.dtype)
-    same = query.dtype == dtypes[0] == dtypes[1]
-    return not (same and mask_fits and query.dim() > 1 < min(part.dim() for part in others[:2]) and 0 <= dropout <= 1)
+    mask_fits = mask is None or mask.dtype in (torch.bool, torch.float32, query.dtype)
+    same = query.dtype == key.dtype == value.dtype
+    return not (same and mask_fits and min(query.dim(), key.dim(), value.dim()) > 1 and 0 <= dropout <= 1)
 
 
 @casting("scaled_dot_product_attention")
@@ -81,16 +80,14 @@ def _on_gpu(
         )
     parts, is_new = (query, key, value), gpu.machine.settings.version >= _THREE_DIMENSIONS
     if not is_new or not query.dim() == key.dim() == value.dim() == 3:
-        return _attention(gpu, parts, mask, dropout, causal, scale, enable_gqa)
+        return _attend(gpu, parts, mask, dropout, causal, scale, enable_gqa)
     parts = query.unsqueeze(0), key.unsqueeze(0), value.unsqueeze(0)
     while mask is not None and mask.dim() < 4:
         mask = mask.unsqueeze(0)
-    return _attention(gpu, parts, mask, dropout, causal, scale, enable_gqa).squeeze(0)
+    return _attend(gpu, parts, mask, dropout, causal, scale, enable_gqa).squeeze(0)
 
 
-def _attention(
-    gpu: VirtualGPU, parts: Parts, mask: Mask, dropout: float, causal: bool, scale: Scale, gqa: bool
-) -> Tensor:
+def _attend(gpu: VirtualGPU, parts: Parts, mask: Mask, dropout: float, causal: bool, scale: Scale, gqa: bool) -> Tensor:
     call = AttentionCall(*parts, mask, dropout, causal, gqa, gpu.spec, gpu.machine.settings.version, scale)
     kernel = choose(call)
     if causal and mask is not None:
@@ -111,7 +108,7 @@ def choose(call: AttentionCall) -> "type[Fused | Formula]":
 
 def order(spec: GPUSpec, version: Version = INSTALLED) -> list[SDPBackend]:
     """The kernels in the order in which they are asked (priority_order in sdp_utils.cpp)."""
-    wanted = [SDPBackend(number) for number in torch._C._get_sdp_priority_order()]
+    wanted = list(map(SDPBackend, torch._C._get_sdp_priority_order()))
     prefers_cudnn = rule("prefers_cudnn", spec) and cudnn_version(version) > _CUDNN_COMES_FIRST
     if os.environ.get("TORCH_CUDNN_SDPA_DEPRIORITIZED") == "1" or wanted[:3] != _ORDER or not prefers_cudnn:
         return wanted

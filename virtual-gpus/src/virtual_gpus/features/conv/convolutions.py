@@ -21,44 +21,41 @@ from virtual_gpus.dispatch.operators import OpCall, Row
 from virtual_gpus.dispatch.timing import precision_of
 from virtual_gpus.features.blas import MULTIPLIED
 from virtual_gpus.features.conv import convolution_costs, workspaces
-from virtual_gpus.features.conv.convolution_choice import DECIDING, choose
+from virtual_gpus.features.conv.convolution_choice import DECIDING, Sizes, choose
 from virtual_gpus.machine import Kept, VirtualGPU
 from virtual_gpus.memory.allocator import OutOfMemory
 from virtual_gpus.placement.storages import CHANNELS_LAST, ScratchBlock, nbytes, scratch
 
 MaybeTensor = Tensor | None
+_How = tuple[bool, int, Sizes, Sizes]  # the arguments in DECIDING
+_Choice = tuple[bool, torch.memory_format, workspaces.Shape]  # if cuDNN computes, how all tensors lie, its workspaces
 _sizes = Kept(lambda gpu: dict[tuple[workspaces.Step, workspaces.Shape], int]())  # bytes, so far, by step
 
 
-def _kernels(call: OpCall, x: Tensor, weight: Tensor) -> tuple[bool, torch.memory_format]:
-    """Whether they are cuDNN's, and how they want all tensors."""
-    transposed, groups, *steps = map(call.__getitem__, DECIDING)
-    images, filters = Operand(x.shape, x.itemsize, x.stride()), Operand(weight.shape, x.itemsize, weight.stride())
-    on_cudnn, last = choose(images, filters, transposed, groups, *map(tuple, steps), torch._C._get_cudnn_enabled())
-    return on_cudnn, CHANNELS_LAST[x.dim()] if last else torch.contiguous_format
+def _chosen(call: OpCall, x: Tensor, weight: Tensor, y: Tensor, how: _How) -> _Choice:
+    """What is chosen for a call, of which y is the result or its gradient."""
+    images, filters = (x.shape, x.itemsize, x.stride()), (weight.shape, x.itemsize, weight.stride())
+    spec = call.gpu.spec
+    cores = precision_of("conv", x.dtype) in spec.tensor_cores
+    return _choose(images, filters, y.shape, how, torch._C._get_cudnn_enabled(), cores, spec.multi_processor_count)
 
 
 @lru_cache(maxsize=4096)
-def _lies_last(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
-    return Operand(shape, 0, strides).channels_last
-
-
-def _shape(call: OpCall, x: Tensor, weight: Tensor, y: Tensor, layout: torch.memory_format) -> workspaces.Shape:
-    """What decides about cuDNN's workspaces for `x -> y`; a transposed convolution is a gradient, from y to x."""
-    large, small = (y, x) if call["transposed"] else (x, y)
-    last, strided, spec = layout is not torch.contiguous_format, max(call["stride"]) > 1, call.gpu.spec
-    cores = precision_of("conv", [x.dtype]) in spec.tensor_cores
-    return _shape_of(large.shape, weight.shape, small.shape, call["groups"], strided, x.itemsize, last, cores,
-                     spec.multi_processor_count)  # fmt: skip
-
-
-@lru_cache(maxsize=4096)
-def _shape_of(
-    large: tuple[int, ...], kernel: tuple[int, ...], small: tuple[int, ...], groups: int, *others: Any
-) -> workspaces.Shape:
-    row = (1,) if len(large) == 3 else ()  # 1d: images of one row
+def _choose(images: Any, filters: Any, y: Sizes, how: _How, cudnn: bool, cores: bool, processors: int) -> _Choice:
+    """images, filters: the fields of an `Operand`. A transposed convolution is a gradient, from y to the images."""
+    (x, itemsize, _), (kernel, _, _), (transposed, groups, stride, _) = images, filters, how
+    on_cudnn, last = choose(Operand(*images), Operand(*filters), *how, cudnn)
+    large, small = (y, x) if transposed else (x, y)
+    row = (1,) if len(x) == 3 else ()  # 1d: images of one row
     image, window, out = ((*row, *sizes[2:]) for sizes in (large, kernel, small))
-    return workspaces.Shape(large[0], large[1], small[1], groups, image, window, out, *others)
+    shape = workspaces.Shape(large[0], large[1], small[1], groups, image, window, out, max(stride) > 1, itemsize, last,
+                             cores, processors)  # fmt: skip
+    return on_cudnn, CHANNELS_LAST[len(x)] if last else torch.contiguous_format, shape
+
+
+@lru_cache(maxsize=4096)
+def _lies_last(shape: Sizes, strides: Sizes) -> bool:
+    return Operand(shape, 0, strides).channels_last
 
 
 def _with_cudnn(gpu: VirtualGPU, step: workspaces.Step, shape: workspaces.Shape) -> None:
@@ -89,19 +86,19 @@ def _hold_copy(copies: scratch, tensor: Tensor, layout: torch.memory_format) -> 
 
 def convolution(call: OpCall) -> Tensor:
     """`aten::convolution`, of one, two or three dimensions, transposed or not."""
-    x, weight = call.tensors[:2]
+    x, weight, _, stride, _, _, transposed, output_padding, groups = call.args
     if x.dtype not in MULTIPLIED or not x.dtype is weight.dtype is call.tensors[-1].dtype:
         _refuse(call, x)
     if call.op.written or not x.numel():  # `out=` decides the layout itself; nothing in, nothing to do
         return call.run()
-    result, (on_cudnn, layout) = call.compute(), _kernels(call, x, weight)
+    result, how = call.compute(), (transposed, groups, tuple(stride), tuple(output_padding))
+    on_cudnn, layout, shape = _chosen(call, x, weight, result, how)
     with call.scratch() as copies:
         _hold_copy(copies, x, layout)
         result = call.place(result.contiguous(memory_format=layout))  # the CPU's picks its own
         _hold_copy(copies, weight, layout)
         if on_cudnn:
-            step = workspaces.data_gradient if call["transposed"] else workspaces.forward
-            _with_cudnn(call.gpu, step, _shape(call, x, weight, result, layout))
+            _with_cudnn(call.gpu, workspaces.data_gradient if transposed else workspaces.forward, shape)
     return result
 
 
@@ -118,29 +115,31 @@ def _refuse(call: OpCall, x: Tensor) -> None:
 
 def convolution_backward(call: OpCall) -> tuple[MaybeTensor, ...]:
     """`aten::convolution_backward`: gradients of input, filters and bias, as `output_mask` asks."""
-    x, weight = call["input"], call["weight"]
+    grad, x, weight, _, stride, _, _, transposed, output_padding, groups, _ = call.args
     if call.op.written or not x.numel():
         return call.run()
-    results, (on_cudnn, layout) = call.compute(), _kernels(call, x, weight)
+    results, how = call.compute(), (transposed, groups, tuple(stride), tuple(output_padding))
+    on_cudnn, layout, shape = _chosen(call, x, weight, grad, how)
     for_x, for_weight = (None if made is None else made.contiguous(memory_format=layout) for made in results[:2])
     if on_cudnn:
-        _cudnn_gradients(call, for_x, for_weight, layout)
+        _cudnn_gradients(call, for_x, for_weight, layout, shape)
     else:  # PyTorch's own kernels (DepthwiseConv2d.cu, DepthwiseConv3d.cu): filters first, no workspace
         with call.scratch() as copies:
-            _hold_copy(copies, call["grad_output"], layout)
+            _hold_copy(copies, grad, layout)
             _hold_copy(copies, x, layout)
             call.place((for_weight, for_x))
     return for_x, for_weight, call.place(results[2])
 
 
-def _cudnn_gradients(call: OpCall, for_x: MaybeTensor, for_weight: MaybeTensor, layout: torch.memory_format) -> None:
+def _cudnn_gradients(
+    call: OpCall, for_x: MaybeTensor, for_weight: MaybeTensor, layout: torch.memory_format, shape: workspaces.Shape
+) -> None:
     """Two calls of cuDNN. Each copies what is not packed for itself, and frees its copies."""
-    gpu, grad, x, weight = call.gpu, call["grad_output"], call["input"], call["weight"]
-    shape = _shape(call, x, weight, grad, layout)
+    gpu, transposed, (grad, x, weight) = call.gpu, call["transposed"], call.args[:3]
     # `grad.to(memory_format)` compares what strides suggest, so a gradient that was expanded from one number passes as
     # packed, and each call copies it anew. A transposed convolution's backward asks for `contiguous` instead.
     last = _lies_last(x.shape, x.stride())
-    packed = call["transposed"] or _lies_last(grad.shape, grad.stride()) is not last
+    packed = transposed or _lies_last(grad.shape, grad.stride()) is not last
     with call.scratch() as copies, call.scratch() as held:
         if for_weight is not None:
             _hold_copy(held, x, layout)
@@ -151,7 +150,7 @@ def _cudnn_gradients(call: OpCall, for_x: MaybeTensor, for_weight: MaybeTensor, 
             _hold_copy(copies, weight, layout)
             if not packed:
                 _hold_copy(copies, grad, layout)
-            _with_cudnn(gpu, workspaces.forward if call["transposed"] else workspaces.data_gradient, shape)
+            _with_cudnn(gpu, workspaces.forward if transposed else workspaces.data_gradient, shape)
             copies.close()
         if for_weight is not None:
             if not packed:
