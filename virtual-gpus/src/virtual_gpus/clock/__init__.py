@@ -1,1 +1,1 @@
-"""The modelled clock: what operators, copies and collectives cost, and what waits for what."""
+"""The modelled clock: what operators and copies cost, and what waits for what."""

@@ -15,8 +15,7 @@ from virtual_gpus import figures
 from virtual_gpus.gpus import LINKS, GPUSpec, LinkSpec, draw_topology
 
 _FIGURES = figures.read("links.toml")
-REACHED = _FIGURES["reached"]["copies"]  # fraction of a link's peak bandwidth that a copy reaches
-PINNED_START = _FIGURES["copies"]["start"]  # fraction of a link's latency before pinned memory moves
+COPIES = _FIGURES["copies"]  # which parts of a link's bandwidth they reach, and of its latency they begin with
 # PCIe between two GPUs: nvidia-smi's label of the path, and the fraction of PCIe's speed that the path reaches.
 _PATHS = _FIGURES["paths"]
 NETWORKS = {name: LinkSpec(label="NET", **link) for name, link in _FIGURES["networks"].items()}

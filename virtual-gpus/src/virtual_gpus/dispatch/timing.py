@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from virtual_gpus.clock.clock import COPY_IN, COPY_OUT, TO_THE_CPU, TO_THE_GPU
-from virtual_gpus.clock.links import PINNED_START, REACHED
+from virtual_gpus.clock.links import COPIES
 from virtual_gpus.clock.work import Cost, Operand, Operation
 from virtual_gpus.dispatch.measured_calls import KernelCall, key_of
 from virtual_gpus.dispatch.operators import OpCall, Operator
@@ -118,11 +118,11 @@ def send(size: int, source: Place, target: Place, pinned: bool, blocking: bool) 
     ends = [(gpu, lane) for gpu, lane in ((source, COPY_OUT), (target, COPY_IN)) if gpu is not None]
     (first, _), (last, _) = ends[0], ends[-1]
     clock, link, name = first.machine.clock, first.machine.topology.pcie, TO_THE_GPU if source is None else TO_THE_CPU
-    latency = link.latency * PINNED_START
+    latency = link.latency * COPIES["start"]
     if first is not last:
         link, name = first.machine.topology.between(first.slot, last.slot), f"cuda:{first.index} to cuda:{last.index}"
         pinned, blocking, latency = True, False, link.latency
-    speed = link.bandwidth * REACHED
+    speed = link.bandwidth * COPIES["reached"]
     if not pinned:
         speed, latency, blocking = min(speed, clock.host.pageable), clock.host.pageable_copy, True
     clock.hand_over(first.slot, last.slot)

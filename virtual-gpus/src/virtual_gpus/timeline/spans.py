@@ -48,11 +48,7 @@ def merged(intervals: Iterable[tuple[float, float]], gap: float = 0.0) -> list[t
 
 def seconds_covered(intervals: Iterable[tuple[float, float]]) -> float:
     """The seconds in at least one of the intervals. Overlaps count once."""
-    covered, until = 0.0, float("-inf")
-    for start, end in sorted(intervals):
-        covered += max(0.0, end - max(start, until))
-        until = max(until, end)
-    return covered
+    return sum((end - start for start, end in merged(intervals)), 0.0)
 
 
 class Communication(NamedTuple):

@@ -40,7 +40,6 @@ def send_or_receive(
     state.first_gpu = state.first_gpu or gpu
     sends, lane, nbytes = kind == "send", lane_of(group, kind), gpu_bytes(tensors)
     began = begins(gpu, lane, tensors)
-    end: float | Callable[[], float]
     if groups.is_fake_group(group):  # the other side is ready when this one is
         ranks = torch.distributed.get_process_group_ranks(group)
         other = ranks[(group.rank() + 1) % group.size() if peer is None else peer]  # any: the next is as good as others
@@ -62,8 +61,7 @@ def _tell_or_ask(
     with below(), torch._C._DisableTorchDispatch(), torch.no_grad():
         message = torch.tensor([began, *groups.host_and_slot(gpu)], dtype=torch.float64, device="cpu")
         gloo = groups.gloo_group(group)
-        send_or_receive: Callable[..., Any] = gloo.send if sends else gloo.recv
-        work = send_or_receive([message], peer, tag + _CLOCK_TAG)
+        work = (gloo.send if sends else gloo.recv)([message], peer, tag + _CLOCK_TAG)
     (_sent if sends else on_their_way).append((work, message))
     here, topology = groups.host_and_slot(gpu), gpu.machine.topology
     if sends and peer is not None:  # as good a guess as any: where the rank would be
