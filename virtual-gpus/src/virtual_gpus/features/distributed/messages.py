@@ -60,7 +60,7 @@ def _tell_or_ask(
     """Tell the receiver when this message begins. Returns its end; for the receiver, a function that waits for it."""
     with below(), torch._C._DisableTorchDispatch(), torch.no_grad():
         message = torch.tensor([began, *groups.host_and_slot(gpu)], dtype=torch.float64, device="cpu")
-        gloo = groups.gloo_group(group)
+        gloo: Any = groups.gloo_group(group)
         work = (gloo.send if sends else gloo.recv)([message], peer, tag + _CLOCK_TAG)
     (_sent if sends else on_their_way).append((work, message))
     here, topology = groups.host_and_slot(gpu), gpu.machine.topology
