@@ -1,4 +1,4 @@
-"""What a feature is told that follows all work on the GPUs, as the search for races does, or that charges for it.
+"""What a feature is told that follows all work on the GPUs, charges for some of it, or fills tensors late.
 
 `GPU` is a `VirtualGPU`, whose module is of a higher layer, as those of an `OpCall` and a `StorageAllocation` are.
 """

@@ -18,7 +18,7 @@ have these names, which are all that the package knows of it:
     stop(machine)    called before they go off
 
 `start(machine)` may set what a machine has for features: its `follower`, `charger`, `around_backward`, `first_options`
-and `variables`. What a feature keeps for a machine or a GPU is in a `machine.Kept`.
+and `variables`, and each GPU's `late`. What a feature keeps for a machine or a GPU is in a `machine.Kept`.
 
 `python -m virtual_gpus` and `switch` see to the rest. A feature may import another one, as long as no cycle of features
 comes of it (`tests/test_layers.py`).
