@@ -47,6 +47,14 @@ def train():
         net = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.Flatten(), torch.nn.Linear(16, 5)).to("cuda:1")
         net(torch.ones(2, 3, 4, 4, device="cuda:1")).softmax(1).sum().backward()
         assert net[0].weight.grad.device == torch.device("cuda:1") and torch.cuda.memory_allocated(1) > 0
+        encoder = torch.nn.TransformerEncoderLayer(8, 2, 16).to("cuda:1")
+        lstm = torch.nn.LSTM(8, 5).to("cuda:1")
+        output, _ = lstm(encoder(torch.ones(2, 3, 8, device="cuda:1")))
+        output.sum().backward()
+        before = lstm.weight_hh_l0.detach().clone()
+        optimizer = torch.optim.SGD if "accelerator" in GONE else torch.optim.AdamW  # which asks torch.accelerator
+        optimizer([*encoder.parameters(), *lstm.parameters()], 0.1).step()
+        assert output.device == before.device == torch.device("cuda:1") and not before.equal(lstm.weight_hh_l0)
         store = torch.distributed.HashStore()
         torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
         torch.distributed.all_reduce(total := torch.ones(2))

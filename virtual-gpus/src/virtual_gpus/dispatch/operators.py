@@ -27,6 +27,8 @@ _KEYS = {"cuda": torch._C.DispatchKey.CUDA, "cpu": torch._C.DispatchKey.CPU,
          None: torch._C.DispatchKey.CompositeExplicitAutograd}  # fmt: skip
 
 _Tensor, _LISTS = torch.Tensor, (list, tuple)
+# C++ chooses these for CPU tensors. CUDA has others, and without the feature that models those, these run.
+_OF_CPU = ("_scaled_dot_product_flash_attention_for_cpu", "mkldnn_rnn_layer", "slow_conv3d_forward")
 _Schema, _Func = torch._C.FunctionSchema, torch._ops.OpOverload | torch._ops.HigherOrderOperator
 Route = Callable[["OpCall"], Any]  # gives what the operator returns
 
@@ -41,7 +43,7 @@ class Row:
     device of those before it and its own, the error for it, or None for the usual one. crosses: whether its tensors, or
     those of lists, may be on different devices. by_element: whether element i of its lists stays on a GPU of its own.
     size_is_known: whether the host knows the size of a result that hangs on values, and need not wait. waits: whether
-    its recipe waits for the values that it reads. of_cpu: whether C++ takes it for CPU tensors where CUDA has another.
+    its recipe waits for the values that it reads.
     """
 
     time: OperatorClass
@@ -54,7 +56,6 @@ class Row:
     by_element: bool = False
     size_is_known: Callable[["OpCall"], bool] = lambda call: False
     waits: bool = False
-    of_cpu: bool = False
 
 
 # Features add theirs: by the base name of an operator ("mm"), or "_foreach_*" for all of these that have none; by
@@ -134,7 +135,8 @@ class Operator:
         self.has_parts = not (on_cpu or self.is_composite) and has(name, "CompositeExplicitAutograd")
         self.check = self.row.check
         if isinstance(func, torch._ops.OpOverload) and func.namespace == "aten":
-            if on_cpu and torch.version.cuda and not self.row.of_cpu:  # a build for CPUs alone cannot tell
+            of_cpu = self.base.removesuffix("_backward") in _OF_CPU
+            if on_cpu and torch.version.cuda and not of_cpu:  # a build for CPUs alone cannot tell
                 on_cuda = torch._C._dispatch_has_computed_kernel_for_dispatch_key(name, "CUDA")
                 self.check = self.check or (None if on_cuda else _refuse)
             instead = self.row.cpu_kernel

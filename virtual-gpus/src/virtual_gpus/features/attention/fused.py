@@ -102,6 +102,6 @@ _OF_CPU = "_scaled_dot_product_flash_attention_for_cpu"  # torch.func's transfor
 OPERATORS = {
     **{kernel.name: Row(CHARGED_ELSEWHERE, partial(_forward, kernel)) for kernel in FUSED},
     **{f"{kernel.name}_backward": Row(CHARGED_ELSEWHERE, partial(_backward, kernel)) for kernel in FUSED},
-    _OF_CPU: Row(READS_AND_WRITES, cpu_kernel=partial(widened, rounded=1), of_cpu=True),
-    f"{_OF_CPU}_backward": Row(READS_AND_WRITES, cpu_kernel=widened, of_cpu=True),
+    _OF_CPU: Row(READS_AND_WRITES, cpu_kernel=partial(widened, rounded=1)),
+    f"{_OF_CPU}_backward": Row(READS_AND_WRITES, cpu_kernel=widened),
 }

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from virtual_gpus import errors
-from virtual_gpus.clock.cost import READS_AND_WRITES, OperatorClass
+from virtual_gpus.clock.cost import OperatorClass
 from virtual_gpus.clock.work import Operand
 from virtual_gpus.dispatch.half_precision import widened
 from virtual_gpus.dispatch.operators import OpCall, Row
@@ -177,5 +177,4 @@ _BACKWARD = _FORWARD._replace(formula=convolution_costs.backward, arguments=(*_F
 OPERATORS = {
     "convolution": Row(_FORWARD, convolution, cpu_kernel=widened, mixture=unlike_input),
     "convolution_backward": Row(_BACKWARD, convolution_backward, cpu_kernel=widened),
-    "slow_conv3d_forward": Row(READS_AND_WRITES, of_cpu=True),
 }

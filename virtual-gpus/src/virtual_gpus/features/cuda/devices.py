@@ -174,6 +174,11 @@ class DefaultGenerators(Sequence[Generator]):
         return default_generator(get_machine().gpus[index])
 
 
+def _use_cudnn_rnn_flatten_weight() -> bool:
+    """False, so PyTorch's own `flatten_parameters` leaves the weights as they are."""
+    return False
+
+
 def patches() -> list[Patch]:
     functions = (is_available, device_count, is_initialized, _lazy_init, _lazy_call, current_device, set_device,
                  synchronize, _exchange_device, _maybe_exchange_device, get_device_properties, can_device_access_peer,
@@ -183,5 +188,6 @@ def patches() -> list[Patch]:
         (torch._C, "_cuda_setDevice", set_device),
         (torch, "Generator", Generator),
         (torch.cuda, "default_generators", DefaultGenerators()),
+        (torch, "_use_cudnn_rnn_flatten_weight", _use_cudnn_rnn_flatten_weight),
         (torch.cuda, "_initialized", False),  # checkpointing asks this before it keeps the generators' states
     ]

@@ -213,5 +213,4 @@ OPERATORS = {
     "_pack_padded_sequence": Row(READS_AND_WRITES, _packed_sequence, _check_lengths, on_host={"lengths"}),
     "_pad_packed_sequence": Row(READS_AND_WRITES, _packed_sequence, on_host=_SIZES),
     **dict.fromkeys(("_pack_padded_sequence_backward", *_CELLS), Row(READS_AND_WRITES, on_host=_SIZES)),
-    **dict.fromkeys(("mkldnn_rnn_layer", "mkldnn_rnn_layer_backward"), Row(READS_AND_WRITES, of_cpu=True)),
 }
