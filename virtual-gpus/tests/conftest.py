@@ -67,6 +67,16 @@ def gpus_of_the_module(request):
         yield devices
 
 
+@pytest.fixture(params=[False, True], ids=["numbers", "shapes"])
+def gpu(request):
+    """One virtual H200; the test runs with numbers and with shapes only, and expects the same."""
+    import torch
+    from virtual_gpus import virtual_gpus
+
+    with virtual_gpus(1, kind="H200", shapes_only=request.param):
+        yield torch.device("cuda")
+
+
 @pytest.fixture
 def workspaces_given_back(monkeypatch):
     """cuBLAS returns its workspaces after each operator, as from PyTorch 2.15 on; before, they would stay for ever. For

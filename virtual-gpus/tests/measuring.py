@@ -1,11 +1,12 @@
 """What tests share: what a piece of work takes of the first GPU's memory and of the clock's time, tables, tensors."""
 
+import pkgutil
 import tomllib
 from pathlib import Path
 
 import pytest
 import torch
-from virtual_gpus import record_timeline
+from virtual_gpus import features, record_timeline
 from virtual_gpus.dispatch.operators import operator
 from virtual_gpus.machine import active
 
@@ -16,6 +17,13 @@ with_and_without_numbers = pytest.mark.parametrize("shapes_only", [False, True],
 def table(name):
     """What tests/data/NAME.toml holds."""
     return tomllib.loads((Path(__file__).parent / "data" / f"{name}.toml").read_text("utf-8"))
+
+
+def rows_of_features(tables):
+    """The rows of those of `tables`, by feature, whose features are there: (key, value), or the members of lists."""
+    here = {module.name for module in pkgutil.iter_modules(features.__path__)}
+    found = [rows for feature, rows in tables.items() if feature in here]
+    return [row for rows in found for row in (rows.items() if isinstance(rows, dict) else rows)]
 
 
 def allocated():
@@ -62,6 +70,12 @@ def recorded(work):
 def times_of(work) -> dict[str, float]:
     """Seconds of each operator on the GPU, to the picosecond."""
     return {span.name: round(span.end - span.start, 12) for span in recorded(work).spans}
+
+
+def seconds(work):
+    """Of its last span."""
+    span = recorded(work).spans[-1]
+    return span.end - span.start
 
 
 def draw(*shape, seed=1):

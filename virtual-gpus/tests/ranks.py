@@ -1,4 +1,6 @@
-"""Functions in several processes of one process group, as programs for several GPUs run."""
+"""Functions in several processes of one process group, as programs for several GPUs run, and waiting for them."""
+
+import time
 
 import torch
 from virtual_gpus.testing import run_ranks
@@ -20,3 +22,13 @@ def fully_sharded(net, **options):
 
 def ones(*shape, dtype=None):
     return torch.ones(*shape, dtype=dtype, device="cuda")
+
+
+def until(condition, seconds=200, every=0.005):
+    """What `condition()` gives as soon as it is true."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        if found := condition():
+            return found
+        time.sleep(every)
+    raise AssertionError(f"{condition} did not become true within {seconds} s")

@@ -186,20 +186,7 @@ def test_messages_have_sizes_in_words():
     assert str(error) == "Tried to allocate 50.00 MiB, but only 40.00 MiB of 100.00 MiB is free."
 
 
-SIZES = [  # options, bytes, those of the block and of the segment
-    ("", MIB, MIB, 2 * MIB),
-    ("", MIB + 1, MIB + 512, 20 * MIB),
-    ("", 10 * MIB, 10 * MIB, 10 * MIB),
-    ("", 11 * MIB, 12 * MIB, 12 * MIB),  # the tail of 1 MiB is not split off and counts as allocated
-    (PAGES, 20 * MIB - 512, 20 * MIB - 512, 20 * MIB),  # here each tail is
-    ("roundup_power2_divisions:4", 1200, 1536, 2 * MIB),  # not above 512 * 4: rounds to 512
-    ("roundup_power2_divisions:4", 9 * 1024, 10 * 1024, 2 * MIB),  # 8, 10, 12, 14, 16 KiB
-    ("roundup_power2_divisions:8", 5 * MIB + 1, 5 * MIB + MIB // 2, 20 * MIB),  # 4 MiB in 8 steps
-    ("roundup_power2_divisions:2", 9 * MIB, 12 * MIB, 12 * MIB),  # 8 MiB in 2 steps
-]
-
-
-@pytest.mark.parametrize(("text", "nbytes", "size", "segment"), SIZES)
+@pytest.mark.parametrize(("text", "nbytes", "size", "segment"), table("allocator_sizes")["rows"])
 def test_sizes_of_blocks_and_segments(text, nbytes, size, segment):
     gpu = gpu_with(text)
     assert gpu.malloc(nbytes).size == gpu.allocated == size

@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from measuring import bytes_of, events_of, table, with_and_without_numbers
+from measuring import bytes_of, events_of, table
 from pairwise import pairwise, title
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from virtual_gpus import virtual_gpus
@@ -181,19 +181,17 @@ def test_mistakes_get_pytorchs_words(make, text):
             F.scaled_dot_product_attention(*make(query))
 
 
-@with_and_without_numbers
 @pytest.mark.parametrize(("dtype", "kept"), [(FP32, 0), (BF16, 1024)])
-def test_without_gradients_only_the_output_stays(shapes_only, dtype, kept):
+def test_without_gradients_only_the_output_stays(gpu, dtype, kept):
     """cuDNN's random numbers' seed and offset go with the call; with gradients they stay."""
-    with virtual_gpus(1, shapes_only=shapes_only):
-        leaves = parts((2, 4, 64, 64), dtype=dtype)
-        nbytes = leaves[0].numel() * dtype.itemsize
-        with torch.no_grad():
-            out, stayed, _ = bytes_of(lambda: F.scaled_dot_product_attention(*leaves))
-        assert stayed == nbytes
-        assert bytes_of(lambda: F.scaled_dot_product_attention(*leaves))[1] == nbytes + 2 * 4 * 64 * 4 + kept
-        if dtype == FP32:  # the memory-efficient kernel writes (N, T, heads, width): the usual reshape is a view
-            assert bytes_of(lambda: out.transpose(1, 2).reshape(2, 64, 256))[1] == 0
+    leaves = parts((2, 4, 64, 64), dtype=dtype)
+    nbytes = leaves[0].numel() * dtype.itemsize
+    with torch.no_grad():
+        out, stayed, _ = bytes_of(lambda: F.scaled_dot_product_attention(*leaves))
+    assert stayed == nbytes
+    assert bytes_of(lambda: F.scaled_dot_product_attention(*leaves))[1] == nbytes + 2 * 4 * 64 * 4 + kept
+    if dtype == FP32:  # the memory-efficient kernel writes (N, T, heads, width): the usual reshape is a view
+        assert bytes_of(lambda: out.transpose(1, 2).reshape(2, 64, 256))[1] == 0
 
 
 def test_flash_splits_keys_when_few_rows_would_leave_processors_idle():

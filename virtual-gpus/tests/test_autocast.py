@@ -12,7 +12,6 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from measuring import with_and_without_numbers
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map
@@ -235,44 +234,42 @@ def test_gpus_that_go_off_within_a_region():
         left.__exit__(None, None, None)
 
 
-@with_and_without_numbers
-def test_weights_that_need_gradients_are_cast_once_per_region(shapes_only, monkeypatch):
+def test_weights_that_need_gradients_are_cast_once_per_region(gpu, monkeypatch):
     monkeypatch.setenv("TORCH_CUBLAS_WORKSPACE_CACHE", "1")
-    with virtual_gpus(1, shapes_only=shapes_only):
-        weight = torch.randn(1024, 1024, device="cuda", requires_grad=True)
-        x = torch.randn(4, 1024, device="cuda").bfloat16()
-        others = weight * 1, weight.T, weight.detach().clone()
+    weight = torch.randn(1024, 1024, device="cuda", requires_grad=True)
+    x = torch.randn(4, 1024, device="cuda").bfloat16()
+    others = weight * 1, weight.T, weight.detach().clone()
 
-        def held():
-            """Bytes that are kept after one more product."""
-            x @ weight
-            return torch.cuda.memory_allocated() - start
+    def held():
+        """Bytes that are kept after one more product."""
+        x @ weight
+        return torch.cuda.memory_allocated() - start
 
-        with region():
-            x @ weight  # workspaces
-        start, half = torch.cuda.memory_allocated(), weight.numel() * 2
-        with region():
-            for other in others:
-                x @ other
-            with torch.inference_mode():
-                assert held() == 0
-            with torch.no_grad():
-                assert held() == half
-            assert held() == half
-            with torch.autocast("cuda", enabled=False):
-                pass  # only the outermost region's end clears
-            assert torch.cuda.memory_allocated() - start == half
-            torch.clear_autocast_cache()
-            assert torch.cuda.memory_allocated() == start and held() == half
-        assert torch.cuda.memory_allocated() == start
-        with region(cache_enabled=False):
+    with region():
+        x @ weight  # workspaces
+    start, half = torch.cuda.memory_allocated(), weight.numel() * 2
+    with region():
+        for other in others:
+            x @ other
+        with torch.inference_mode():
             assert held() == 0
-        with region():
-            with torch.no_grad():
-                x @ weight
-            y = x @ weight  # from the cache, with its graph all the same
-        y.float().sum().backward()
-        assert weight.grad is not None
+        with torch.no_grad():
+            assert held() == half
+        assert held() == half
+        with torch.autocast("cuda", enabled=False):
+            pass  # only the outermost region's end clears
+        assert torch.cuda.memory_allocated() - start == half
+        torch.clear_autocast_cache()
+        assert torch.cuda.memory_allocated() == start and held() == half
+    assert torch.cuda.memory_allocated() == start
+    with region(cache_enabled=False):
+        assert held() == 0
+    with region():
+        with torch.no_grad():
+            x @ weight
+        y = x @ weight  # from the cache, with its graph all the same
+    y.float().sum().backward()
+    assert weight.grad is not None
 
 
 def test_a_weight_that_went_is_not_mistaken_for_another(gpus):

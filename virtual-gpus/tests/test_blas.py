@@ -1,13 +1,15 @@
 """Workspaces of cuBLAS and cublasLt: how large, for whom, for how long. Expected figures are derived by hand."""
 
+import re
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from measuring import MIB, table, with_and_without_numbers
-from torch import nn
+from measuring import MIB, peak_of, sizes_of, table, times_of
+from torch.nn import functional as F
 from virtual_gpus import active_machine, virtual_gpus
+from virtual_gpus.features.blas import copied_bytes
 
 CUBLAS, LT = 32 * MIB, MIB  # on Hopper
 pytestmark = pytest.mark.usefixtures("rules_of_2_11")
@@ -60,15 +62,14 @@ def test_a_workspace_that_does_not_fit_raises_and_leaves_the_books_in_order(monk
             assert torch.cuda.memory_allocated() == 512
 
 
-@with_and_without_numbers
-def test_an_operator_leaves_its_workspaces(shapes_only):
+def test_an_operator_leaves_its_workspaces(gpu):
     takers = {
         "mm": (lambda a, v, b: torch.mm(a, a), CUBLAS),
         "bmm": (lambda a, v, b: torch.bmm(b, b), CUBLAS),
         "baddbmm": (lambda a, v, b: torch.baddbmm(b, b, b), CUBLAS),
         "mv": (lambda a, v, b: torch.mv(a, v), CUBLAS),
         "dot": (lambda a, v, b: torch.dot(v, v), CUBLAS),
-        "linear": (lambda a, v, b: nn.functional.linear(a, a, v), CUBLAS + LT),
+        "linear": (lambda a, v, b: F.linear(a, a, v), CUBLAS + LT),
         "a row as bias": (lambda a, v, b: torch.addmm(v[None], a, a), CUBLAS + LT),
         "a matrix as bias": (lambda a, v, b: torch.addmm(a, a, a), CUBLAS),
         "beta": (lambda a, v, b: torch.addmm(v, a, a, beta=2), CUBLAS),
@@ -80,15 +81,14 @@ def test_an_operator_leaves_its_workspaces(shapes_only):
         "triangular": (lambda a, v, b: torch.linalg.solve_triangular(a + torch.eye(4).cuda(), a, upper=True), CUBLAS),
         "no columns": (lambda a, v, b: a @ a[:, :0], 0),
         "nothing to add": (lambda a, v, b: a[:, :0] @ a[:0], 0),
-        "convolution": (lambda a, v, b: nn.functional.conv1d(b, b[:, :, :1]), 0),
+        "convolution": (lambda a, v, b: F.conv1d(b, b[:, :, :1]), 0),
     }
-    with virtual_gpus(1, shapes_only=shapes_only):
-        inputs = matrix(4, 4), matrix(4), matrix(4, 4, 4)
-        before = torch.cuda.memory_allocated()
-        for name, (function, expected) in takers.items():
-            function(*inputs)
-            assert torch.cuda.memory_allocated() - before == expected, name
-            torch._C._cuda_clearCublasWorkspaces()
+    inputs = matrix(4, 4), matrix(4), matrix(4, 4, 4)
+    before = torch.cuda.memory_allocated()
+    for name, (function, expected) in takers.items():
+        function(*inputs)
+        assert torch.cuda.memory_allocated() - before == expected, name
+        torch._C._cuda_clearCublasWorkspaces()
 
 
 def test_backward_and_threads_at_once_have_handles_of_their_own_and_a_later_thread_takes_what_is_left():
@@ -139,3 +139,54 @@ def test_versions_nest_with_their_gpus_and_the_installed_one_is_the_default():
             with virtual_gpus(1):
                 assert active_machine().settings.version == (2, 11)
         assert active_machine().settings.version == (2, 14) and left_by_a_product() == CUBLAS
+
+
+def test_only_matrices_that_cublas_cannot_read_are_copied():
+    matrix = torch.empty(6, 8, device="meta")
+    for readable in (matrix, matrix.t(), matrix[:, :4], matrix[::2], matrix.t()[2:], torch.empty(3, 4, 5).mT):
+        assert copied_bytes(readable) == 0
+    assert copied_bytes(torch.empty((), device="meta").expand(6, 8)) == 6 * 8 * 4
+    assert copied_bytes(matrix[:, ::2]) == 6 * 4 * 4
+    assert copied_bytes(torch.empty(2, 1, 1, device="meta").expand(2, 3, 4)) == 2 * 3 * 4 * 4
+
+
+def test_linear_adds_its_bias_in_place_but_a_learners_sum_is_new(gpu):
+    """For a 3-dimensional input that is not packed, `linear` is a product and then a sum."""
+    layer, whole = torch.nn.Linear(64, 512, device=gpu), 32 * 128 * 512 * 4
+    x = torch.zeros(32, 128, 64, device=gpu).transpose(0, 1)
+    with torch.no_grad():
+        assert sizes_of(lambda: layer(x)).count(whole) == 1
+        assert sizes_of(lambda: x @ layer.weight.t() + layer.bias).count(whole) == 2
+        scores = x @ layer.weight.t()
+        for _ in range(2):
+            assert sizes_of(lambda: scores + layer.bias).count(whole) == 1
+
+
+def test_copies_of_matrices_and_of_results_that_are_given(gpu):
+    """aten/src/ATen/native/cuda/Blas.cpp."""
+    rows, given = torch.ones(256, 8192, device=gpu), torch.ones(512, 512, device=gpu)[:256, ::2]
+    assert sizes_of(lambda: rows.t()[::2].mv(rows[:, 0]))[:2] == [16384, rows.nbytes // 2]
+    assert sizes_of(lambda: torch.mm(rows, rows.t(), out=given))[:1] == [256 << 10]
+    x, out = torch.ones(1024, 1024, device=gpu), torch.empty(0, device=gpu)
+    torch._C._cuda_clearCublasWorkspaces()
+    assert 36 <= peak_of(lambda: torch.mm(x, x, out=out))[1] / MIB < 36.2
+
+
+@virtual_gpus(1, kind="H200", shapes_only=True)
+def test_a_complex_product_is_four_real_ones():
+    def product(dtype):
+        x = torch.empty(8192, 8192, dtype=dtype, device="cuda")
+        return times_of(lambda: x @ x)["mm"]
+
+    assert product(torch.complex64) == pytest.approx(4 * product(torch.float32), rel=0.01)
+    assert product(torch.complex128) == pytest.approx(4 * product(torch.float64), rel=0.01)
+
+
+@virtual_gpus(1)
+def test_a_linear_layer_whose_weight_is_no_matrix():
+    """As the sharded weight of FSDP is outside of a forward pass."""
+    for weight in (torch.ones(4), torch.ones(())):
+        with pytest.raises(RuntimeError) as refused:
+            F.linear(torch.ones(2, 4), weight, torch.ones(1))
+        with pytest.raises(RuntimeError, match=re.escape(str(refused.value))):
+            F.linear(torch.ones(2, 4).cuda(), weight.cuda(), torch.ones(1).cuda())

@@ -3,14 +3,15 @@
 import math
 import random
 from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
-from measuring import recorded
+from measuring import times_of
 from virtual_gpus import active_machine, record_timeline, virtual_gpus
 from virtual_gpus.clock.clock import Clock, Track
-from virtual_gpus.clock.work import Operand, Operation
-from virtual_gpus.dispatch.operators import ROWS, cost
+from virtual_gpus.clock.work import Operand
+from virtual_gpus.dispatch.operators import cost
 from virtual_gpus.gpus import kinds, spec
 
 MS = 1e-3
@@ -47,23 +48,6 @@ def test_a_gpu_is_busy_for_the_sum_of_its_kernels_whatever_goes_first():
             total += seconds
         end, busy = max(clock.mark(0, stream) for stream in range(4)), list(clock.tracks[0].busy)
         assert end > total - 1e-9 and (seed % 4 or sum(busy[1::2]) - sum(busy[::2]) == pytest.approx(total) == end)
-
-
-def test_threads_of_one_interpreter_slow_each_other_down_and_autograds_do_not():
-    clock = Clock(2)
-    threads = pytest.importorskip("virtual_gpus.features.data_parallel.parallel").ConcurrentThreads(clock, 2)
-    for gpu in (0, 1):
-        with threads:
-            for _ in range(10):
-                clock.launch(gpu, 0, 1.0, 1.0, "kernel")
-    assert clock.now == 20.0 and clock.share == 1
-    assert clock.mark(0, 0) == clock.mark(1, 0) == 21.0
-    clock.start_backward()
-    for gpu in (0, 1):
-        for _ in range(10):
-            clock.launch(gpu, 0, 0.5, 1.0, "kernel")
-    clock.end_backward()
-    assert clock.now == 30.0 and clock.mark(0, 0) == clock.mark(1, 0) == 30.5
 
 
 def test_the_load_is_that_of_the_last_second_and_another_thread_may_work_meanwhile():
@@ -137,33 +121,8 @@ def test_a_result_that_is_given_takes_as_long(name):
         a, result = torch.empty(4096, 4096, device="cuda"), torch.empty(4096, 4096, device="cuda")
         others, function = ((0,), torch.sum) if name == "sum" else ((a,), getattr(torch, name))
         result = result[0] if name == "sum" else result
-        times = []
-        for options in ({}, {"out": result}):
-            spans = recorded(lambda options=options: function(a, *others, **options)).spans
-            times.append([span.end - span.start for span in spans if span.name == name])
-        assert len(times[0]) == 1 and times[0] == pytest.approx(times[1])
-
-
-def test_events_time_the_gpu_and_the_host_runs_ahead(gpus):
-    x, (start, end, last) = matrix(), (torch.cuda.Event(enable_timing=True) for _ in range(3))
-    start.record()
-    x @ x
-    end.record()
-    assert start.query() and not end.query()
-    assert gpus.clock.now < PRODUCT
-    with pytest.raises(RuntimeError, match="Both events must be completed before calculating elapsed time"):
-        start.elapsed_time(end)
-    end.synchronize()
-    assert start.elapsed_time(end) == pytest.approx(1e3 * PRODUCT, rel=0.01)
-    assert gpus.clock.now >= PRODUCT
-    torch.backends.cuda.matmul.allow_tf32 = True  # off until somebody turns it on
-    try:
-        x @ x
-    finally:
-        torch.backends.cuda.matmul.allow_tf32 = False
-    last.record()
-    torch.cuda.synchronize()
-    assert start.elapsed_time(end) > 5 * end.elapsed_time(last)
+        times = [times_of(partial(function, a, *others, **options)) for options in ({}, {"out": result})]
+    assert times[0].keys() == {name} and times[0][name] == pytest.approx(times[1][name])
 
 
 def test_synchronize_item_and_cpu_make_the_host_wait(gpus):
@@ -174,23 +133,6 @@ def test_synchronize_item_and_cpu_make_the_host_wait(gpus):
         assert gpus.clock.now - before < 1 * MS
         wait()
         assert gpus.clock.now - before > PRODUCT
-
-
-def test_another_stream_waits_only_if_it_is_told(gpus):
-    x, y, side = matrix(), torch.empty(10, device="cuda"), torch.cuda.Stream()
-    x @ x
-    pinned = torch.empty(10).pin_memory()
-    side.wait_event(torch.cuda.Event())  # which was never recorded
-    with torch.cuda.stream(side):
-        y.copy_(pinned, non_blocking=True)
-    assert side.record_event()._time < PRODUCT  # beside the product
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        y.copy_(pinned, non_blocking=True)
-    assert side.record_event()._time > PRODUCT
-    assert not side.query()
-    side.synchronize()
-    assert side.query() and gpus.clock.now > PRODUCT
 
 
 def test_copies_from_pinned_memory_and_between_gpus_let_the_host_go_on(gpus):
@@ -224,53 +166,6 @@ def test_a_copy_casts_and_packs_where_cuda_does(gpus):  # aten/src/ATen/native/c
         assert torch.cuda.max_memory_allocated() - held == taken * size
 
 
-def convolution(out, into, kind="H200", bias=False, precision="tf32", groups=1, last=False, backward=False) -> float:
-    """Seconds of a 3x3 convolution of 8 images of 128 x 128. last: channels last."""
-    images, filters, result = (8, into, 128, 128), (out, into // groups, 3, 3), (8, out, 128, 128)
-    size = 4 if precision in ("tf32", "fp32") else 2
-    x, w, y = (Operand(shape, size, _strides(shape, last)) for shape in (images, filters, result))
-    inputs, outputs = ((y, x, w), (x, w)) if backward else ((x, w, *[Operand((out,), size)] * bias), (y,))
-    how = {"stride": (1,), "transposed": False, "output_padding": (0,), "groups": groups, "output_mask": (1, 1, 0)}
-    time = ROWS["convolution_backward" if backward else "convolution"].time
-    return time.formula(Operation("", inputs, outputs, spec(kind), precision, arguments=how)).seconds
-
-
-def _strides(shape, last: bool) -> tuple[int, ...]:
-    layout = torch.channels_last if last else torch.contiguous_format
-    return torch.empty(shape, device="meta").contiguous(memory_format=layout).stride()
-
-
-def test_convolutions_on_tensor_cores_where_groups_of_few_channels_do_not_fill_a_tile():
-    few, full, more = (convolution(out, 64) for out in (40, 64, 72))
-    assert few > 0.9 * full and more > 1.5 * full  # a tile that is not full costs as much as a full one
-    assert convolution(40, 64, "V100") < 0.7 * convolution(64, 64, "V100")  # no tensor cores for fp32
-    assert 0.2 < convolution(512, 512, precision="bf16") / convolution(512, 512) < 0.5
-    written = 2 * 8 * 64 * 128 * 128 * 4 / spec("H200").bandwidth
-    assert convolution(64, 64, bias=True) - convolution(64, 64) > written  # a kernel of its own
-
-    def seconds(groups, **how):
-        return convolution(1024, 1024, "RTX3090", precision="fp16", groups=groups, last=True, **how)
-
-    assert seconds(4) < 0.3 * seconds(1)  # 256 channels each: a quarter of the work
-    assert seconds(64) > 3 * seconds(1) / 64  # 16 channels each fill a quarter of a tile
-    assert seconds(16, backward=True) > 5 * seconds(32, backward=True)  # 64 each: no kernel for tensor cores
-    one_by_one = seconds(1024)
-    assert one_by_one >= 2 * 8 * 1024 * 128 * 128 * 2 / spec("RTX3090").bandwidth  # reads and writes
-    assert seconds(1024, backward=True) > 4 * one_by_one
-
-
-@pytest.mark.parametrize("kind", ["RTX3090", "V100", "A100", "B200"])
-@pytest.mark.parametrize("backward", [False, True])
-def test_channels_last_need_no_rewriting(kind, backward):
-    how = {"precision": "fp16", "backward": backward}
-    first, last = (convolution(256, 256, kind, last=last, **how) for last in (False, True))
-    nbytes = 2 * 8 * 256 * 128 * 128 * 2  # of images and results
-    assert first - last > 2 * (1 + backward) * (nbytes - spec(kind).l2_bytes) / spec(kind).bandwidth
-    flops = 2 * 8 * 256 * 256 * 9 * 128 * 128 * (1 + backward)
-    assert flops / last < spec(kind).flops.fp16
-    assert convolution(64, 64, kind, precision="fp32", last=True) <= convolution(64, 64, kind, precision="fp32")
-
-
 def test_times_do_not_depend_on_numbers_or_on_who_looks_on():
     """Nor does the order of the channels, which counts."""
     found = []
@@ -288,19 +183,3 @@ def test_times_do_not_depend_on_numbers_or_on_who_looks_on():
                 torch.cuda.synchronize()
                 found.append(round(active_machine().clock.now, 12))
     assert found[0] == found[1] == found[2] != found[3] == found[4] == found[5]
-
-
-def test_few_rows_of_a_large_table_and_a_transposed_convolution_take_their_own_time(gpus):
-    table, rows, x = (torch.empty(shape, device="cuda") for shape in ((1 << 16, 1024), (2, 1024), (64, 64, 64, 64)))
-    nets, at = [torch.nn.ConvTranspose2d(64, n, 2, 2).cuda() for n in (64, 65)], rows[:, 0].long()
-    spans = recorded(lambda: (table.index_copy_(0, at, rows), table.take(at), [net(x) for net in nets])).spans
-    copied, taken, same, more = (span.end - span.start for span in spans)
-    assert max(copied, taken) < 0.1 * MS < same < more
-
-
-def test_a_group_norm_of_few_groups_leaves_the_gpu_half_idle():
-    def seconds(groups):
-        outputs = [Operand(shape, 4) for shape in ((8, 64, 64, 64), (8, groups), (8, groups))]
-        return cost("native_group_norm", outputs[:1], outputs, spec("H200")).seconds
-
-    assert seconds(4) > 1.5 * seconds(8) > 2 * seconds(64)

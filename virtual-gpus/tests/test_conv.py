@@ -1,5 +1,4 @@
-"""Convolutions on virtual GPUs take the memory that cuDNN took on an H200 (torch 2.11, cuDNN 9.19). Whole layers stand
-beside other operators in test_cuda_operators.py."""
+"""Convolutions on virtual GPUs take the memory that cuDNN took on an H200 (torch 2.11, cuDNN 9.19), and their times."""
 
 from functools import partial
 
@@ -10,7 +9,10 @@ from measuring import MIB, draw, events_of, peak_of, sizes_of, times_of
 from torch import nn
 from torch.nn import functional as F
 from virtual_gpus import virtual_gpus
+from virtual_gpus.clock.work import Operand, Operation
+from virtual_gpus.dispatch.operators import ROWS
 from virtual_gpus.features.conv import workspaces as workspaces
+from virtual_gpus.gpus import spec
 from virtual_gpus.memory_model import round_size
 
 TRACED = measure.load("convolution_workspaces.json")
@@ -163,3 +165,57 @@ def test_a_workspace_that_does_not_fit_is_no_error():
         layer, x = nn.Conv2d(64, 64, 3, padding=1).to("cuda"), torch.randn(64, 64, 32, 32, device="cuda")
         assert layer(x).shape == x.shape  # 16 MiB in, 16 MiB out, 32 MiB of copies
         assert torch.cuda.memory_stats()["num_ooms"] == 1
+
+
+def convolution(out, into, kind="H200", bias=False, precision="tf32", groups=1, last=False, backward=False) -> float:
+    """Seconds of a 3x3 convolution of 8 images of 128 x 128. last: channels last."""
+    images, filters, result = (8, into, 128, 128), (out, into // groups, 3, 3), (8, out, 128, 128)
+    size = 4 if precision in ("tf32", "fp32") else 2
+    x, w, y = (Operand(shape, size, _strides(shape, last)) for shape in (images, filters, result))
+    inputs, outputs = ((y, x, w), (x, w)) if backward else ((x, w, *[Operand((out,), size)] * bias), (y,))
+    how = {"stride": (1,), "transposed": False, "output_padding": (0,), "groups": groups, "output_mask": (1, 1, 0)}
+    time = ROWS["convolution_backward" if backward else "convolution"].time
+    return time.formula(Operation("", inputs, outputs, spec(kind), precision, arguments=how)).seconds
+
+
+def _strides(shape, last: bool) -> tuple[int, ...]:
+    layout = torch.channels_last if last else torch.contiguous_format
+    return torch.empty(shape, device="meta").contiguous(memory_format=layout).stride()
+
+
+def test_convolutions_on_tensor_cores_where_groups_of_few_channels_do_not_fill_a_tile():
+    few, full, more = (convolution(out, 64) for out in (40, 64, 72))
+    assert few > 0.9 * full and more > 1.5 * full  # a tile that is not full costs as much as a full one
+    assert convolution(40, 64, "V100") < 0.7 * convolution(64, 64, "V100")  # no tensor cores for fp32
+    assert 0.2 < convolution(512, 512, precision="bf16") / convolution(512, 512) < 0.5
+    written = 2 * 8 * 64 * 128 * 128 * 4 / spec("H200").bandwidth
+    assert convolution(64, 64, bias=True) - convolution(64, 64) > written  # a kernel of its own
+
+    def seconds(groups, **how):
+        return convolution(1024, 1024, "RTX3090", precision="fp16", groups=groups, last=True, **how)
+
+    assert seconds(4) < 0.3 * seconds(1)  # 256 channels each: a quarter of the work
+    assert seconds(64) > 3 * seconds(1) / 64  # 16 channels each fill a quarter of a tile
+    assert seconds(16, backward=True) > 5 * seconds(32, backward=True)  # 64 each: no kernel for tensor cores
+    one_by_one = seconds(1024)
+    assert one_by_one >= 2 * 8 * 1024 * 128 * 128 * 2 / spec("RTX3090").bandwidth  # reads and writes
+    assert seconds(1024, backward=True) > 4 * one_by_one
+
+
+@pytest.mark.parametrize("kind", ["RTX3090", "V100", "A100", "B200"])
+@pytest.mark.parametrize("backward", [False, True])
+def test_channels_last_need_no_rewriting(kind, backward):
+    how = {"precision": "fp16", "backward": backward}
+    first, last = (convolution(256, 256, kind, last=last, **how) for last in (False, True))
+    nbytes = 2 * 8 * 256 * 128 * 128 * 2  # of images and results
+    assert first - last > 2 * (1 + backward) * (nbytes - spec(kind).l2_bytes) / spec(kind).bandwidth
+    flops = 2 * 8 * 256 * 256 * 9 * 128 * 128 * (1 + backward)
+    assert flops / last < spec(kind).flops.fp16
+    assert convolution(64, 64, kind, precision="fp32", last=True) <= convolution(64, 64, kind, precision="fp32")
+
+
+@virtual_gpus(1, kind="A100", shapes_only=True)
+def test_a_transposed_convolution_takes_its_own_time():
+    x = torch.empty(64, 64, 64, 64, device="cuda")
+    same, more = (times_of(partial(nn.ConvTranspose2d(64, n, 2, 2).cuda(), x))["convolution"] for n in (64, 65))
+    assert 1e-4 < same < more

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from benchmarks.reference.networks import GPT, Recurrent, TokenEncoder
-from measuring import draw, function, same
+from measuring import draw, function, rows_of_features, same, table
 from torch import nn
 from torch.nn.utils import rnn
 from virtual_gpus import virtual_gpus
@@ -18,25 +18,13 @@ from virtual_gpus.dispatch import half_precision, operators
 
 pytestmark = pytest.mark.usefixtures("workspaces_given_back")
 GPUS = {"count": 3, "memory": "16 GiB"}
-PLACES, GRADIENTS = [], []  # where the backward pass of `seen` ran, and where its gradients were
+GRADIENTS = []  # where those of `seen` were
 MAPS = {
     "as saved": (None, "cuda:1"),
     "text cuda": ("cuda", "cuda:2"),  # the current GPU
     "device": (torch.device("cuda", 2), "cuda:2"),
     "dict": ({"cuda:1": "cuda:0"}, "cuda:0"),
     "function to a GPU": (lambda storage, place: storage.cuda(2), "cuda:2"),
-}
-DRAWS = {
-    "randperm": lambda d: torch.randperm(50, device=d),
-    "bernoulli": lambda d: torch.bernoulli(torch.full((50,), 0.5, device=d)),
-    "multinomial": lambda d: torch.multinomial(torch.ones(50, device=d), 20),
-    "dropout": lambda d: F.dropout(torch.ones(50, device=d), 0.5),
-    "fractional_max_pool2d": lambda d: F.fractional_max_pool2d(
-        torch.arange(400.0, device=d).view(1, 1, 20, 20), 2, output_size=5
-    ),
-    "gamma": lambda d: torch.distributions.Gamma(torch.ones(5, device=d), 1).sample(),
-    "lstm dropout": lambda d: nn.LSTM(4, 4, 2, dropout=0.5, device=d)(torch.ones(2, 2, 4, device=d))[0],
-    "attention": lambda d: F.scaled_dot_product_attention(*torch.ones(3, 1, 2, 8, 4, device=d), dropout_p=0.5),
 }
 
 
@@ -169,8 +157,6 @@ def test_a_program_s_results_are_the_cpu_s_bits(gpus, name):
 
 
 def note_the_place(ctx, gradient):
-    device = torch.ones(1, device="cuda").device
-    PLACES.append((device, torch.cuda.current_stream(device)))
     GRADIENTS.append(gradient.device)
     return gradient
 
@@ -203,34 +189,6 @@ def test_zeros_that_cpp_makes_as_gradients_are_where_their_tensor_is(gpus, name)
         assert x.grad.tolist() == [2 * number for number in expected]
         torch.optim.SGD([x], lr=0.1).step()
     assert GRADIENTS in ([], [gpus[2]] * 3 + [torch.device("cpu")] * 3)
-
-
-def test_a_backward_pass_runs_on_the_streams_and_the_gpu_of_the_forward_pass(gpus):
-    PLACES.clear()
-    first, second, side = (torch.cuda.Stream(2) for _ in range(3))
-    default, x = torch.cuda.default_stream(2), draw(3).to(gpus[2]).requires_grad_()
-    with torch.cuda.stream(first):
-        one = seen(x)
-    with torch.cuda.stream(second):
-        two = seen(x * 2)
-    with torch.cuda.stream(side):
-        torch.autograd.grad((seen(one) + two).sum(), x, retain_graph=True)
-        seen(one.detach())
-        assert torch.cuda.current_stream(2) == side
-    assert PLACES == [(gpus[2], stream) for stream in (side, second, first)]
-    with torch.cuda.stream(first):
-        seen(x) * 2
-    loss = (seen(one) + two).sum()
-    with torch.cuda.stream(side):
-        loss.backward()
-        assert side._mark() >= first._mark() and side._mark() >= default._mark()
-    assert [stream for _, stream in PLACES[3:]] == [default, second, first]
-    assert torch.cuda.current_stream(2) == default and torch.cuda.current_device() == 0
-    (y := x * 2).register_hook(lambda _: PLACES.append(torch.cuda.current_stream(2)))
-    with torch.cuda.stream(side):
-        z = y * 3
-    z.sum().backward()
-    assert PLACES[-1] == default
 
 
 def test_gradients_of_another_device_are_refused_as_pytorch_does(gpus):
@@ -370,20 +328,11 @@ def test_inference_mode_counts_the_memory_of_every_part(gpus):
     assert one.is_inference() and one.device == gpus[1] and peak == peak_without_gradients > 0
 
 
-def test_lists_of_tensors_must_match_place_by_place(gpus):
-    here, there = ([torch.ones(2, device=gpu), torch.ones(3, device=gpu)] for gpu in gpus[:2])
-    for other in (there, [torch.ones(2), torch.ones(3)]):
-        with pytest.raises(RuntimeError, match="Expected all tensors to be on the same device"):
-            torch._foreach_add_(here, other)
-    mixed = [here[0], there[1]]
-    assert [t.device for t in torch._foreach_mul(mixed, [there[0].to(gpus[0]), there[1]])] == gpus[:2]
-    torch._foreach_copy_(here, there)
-    assert [t.device for t in here] == [gpus[0]] * 2
+@pytest.mark.parametrize(("name", "code"), rows_of_features(table("draws")))
+def test_every_draw_follows_the_gpu_s_own_seed(gpus, name, code):
+    def make(d):
+        return eval(code)
 
-
-@pytest.mark.parametrize("name", DRAWS)
-def test_every_draw_follows_the_gpu_s_own_seed(gpus, name):
-    make = DRAWS[name]
     torch.manual_seed(5)
     host = torch.get_rng_state()
     first, other = make(gpus[1]), make(gpus[2])

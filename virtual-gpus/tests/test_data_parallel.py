@@ -6,6 +6,8 @@ import torch.nn.functional as F
 from measuring import draw, same
 from torch import nn
 from torch.nn.parallel import DataParallel, comm, data_parallel
+from virtual_gpus.clock.clock import Clock
+from virtual_gpus.features.data_parallel.parallel import ConcurrentThreads
 
 pytestmark = pytest.mark.usefixtures("workspaces_given_back", "gpus")
 GPUS = {"count": 4, "memory": "16 GiB"}
@@ -142,3 +144,20 @@ def test_communication_functions_refuse_what_cuda_refuses(gpus):
         DataParallel(nn.Linear(2, 2).cuda(), [0, 4])
     with pytest.raises(RuntimeError, match="Modules with uninitialized parameters can't be used with `DataParallel`"):
         nn.DataParallel(nn.LazyLinear(10).to(gpus[0]), gpus)(torch.zeros(4, 10))
+
+
+def test_threads_of_one_interpreter_slow_each_other_down_and_autograds_do_not():
+    clock = Clock(2)
+    threads = ConcurrentThreads(clock, 2)
+    for gpu in (0, 1):
+        with threads:
+            for _ in range(10):
+                clock.launch(gpu, 0, 1.0, 1.0, "kernel")
+    assert clock.now == 20.0 and clock.share == 1
+    assert clock.mark(0, 0) == clock.mark(1, 0) == 21.0
+    clock.start_backward()
+    for gpu in (0, 1):
+        for _ in range(10):
+            clock.launch(gpu, 0, 0.5, 1.0, "kernel")
+    clock.end_backward()
+    assert clock.now == 30.0 and clock.mark(0, 0) == clock.mark(1, 0) == 30.5

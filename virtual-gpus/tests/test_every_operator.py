@@ -6,11 +6,12 @@ from pathlib import Path
 import pytest
 import torch
 import torchgen
-from measuring import every_overload, needed, recorded
-from virtual_gpus import virtual_gpus
+from measuring import every_overload, needed, recorded, seconds
+from virtual_gpus import NotModelled, record_timeline, virtual_gpus
 from virtual_gpus.clock import cost
 from virtual_gpus.dispatch import timing
 from virtual_gpus.dispatch.operators import Row, operator, row_of
+from virtual_gpus.placement.storages import has_values
 
 SIDE, MIB = 1024, 1 << 20
 GPUS = {"count": 1, "kind": "H200", "shapes_only": True}
@@ -37,12 +38,6 @@ def argument(given, dtype):
              "List[int]": lambda: [SIDE, SIDE] if given.name == "size" else [1], "number": lambda: 2,
              "float": lambda: 0.5, "bool": lambda: True, "str": lambda: "none"}  # fmt: skip
     return kinds[str(given.type)]()
-
-
-def seconds(call):
-    """Of its last kernel."""
-    span = recorded(call).spans[-1]
-    return span.end - span.start
 
 
 def test_results_that_are_given_and_grow_take_memory_whatever_their_arguments_are_called():
@@ -133,48 +128,6 @@ def test_an_operator_with_a_kernel_of_its_own_for_cuda_has_a_row_or_is_known_to_
     assert len(names) > 300 and without_row - plain == set()
 
 
-def test_a_complex_product_is_four_real_ones():
-    def product(dtype):
-        x = torch.empty(8192, 8192, dtype=dtype, device="cuda")
-        return seconds(lambda: x @ x)
-
-    assert product(torch.complex64) == pytest.approx(4 * product(torch.float32), rel=0.01)
-    assert product(torch.complex128) == pytest.approx(4 * product(torch.float64), rel=0.01)
-
-
-def lists(number):
-    return [[torch.empty(1 << 22, device="cuda") for _ in range(8)] for _ in range(number)]
-
-
-def step(kind, **options):
-    """A step of a fused optimizer."""
-    parameters = [torch.nn.Parameter(part) for part in lists(1)[0]]
-    optimizer = kind(parameters, lr=0.1, fused=True, **options)
-    for parameter in parameters:
-        parameter.grad = torch.empty_like(parameter)
-    optimizer.step()  # which makes its state
-    return optimizer.step
-
-
-def test_an_operator_on_lists_reads_each_once_and_writes_what_it_returns_or_changes():
-    x, a, b = lists(3)
-    optim, unit = torch.optim, seconds(lambda: torch._foreach_add_(x, a)) / 3
-    scaled = step(optim.SGD)
-    scaled.__self__.grad_scale, scaled.__self__.found_inf = (torch.ones(1, device="cuda") for _ in range(2))
-    moved = {
-        2: [lambda: torch._foreach_mul_(x, 2.0)],
-        3: [lambda: torch._foreach_addcmul_(x, a, a), step(optim.SGD)],
-        4: [lambda: torch._foreach_addcmul_(x, a, b), lambda: torch._foreach_addcdiv_(x, a, b), scaled],
-        5: [step(optim.SGD, momentum=0.9)],
-        7: [step(optim.Adam), step(optim.AdamW)],
-        9: [step(optim.Adam, amsgrad=True)],
-    }
-    for number, calls in moved.items():
-        for call in calls:
-            assert seconds(call) == pytest.approx(number * unit, rel=0.02)
-    assert seconds(lambda: torch._foreach_norm(x)) < 0.55 * seconds(lambda: torch._foreach_mul(x, 2.0))
-
-
 def test_a_copy_within_a_gpu_has_its_own_name_and_an_error_in_a_shape_is_not_hidden(monkeypatch):
     x = torch.empty(4, 4, device="cuda")
     assert [span.name for span in recorded(lambda: x.copy_(x + 1)).spans] == ["add", "copy_"]
@@ -208,3 +161,25 @@ def test_what_draws_takes_generators_and_moves_them_on_with_values_and_without()
     wanting = {func._schema.name: answer for func, wanted, answer in ran if answer != wanted}
     assert set(wanting) - {"aten::_standard_gamma"} == {"aten::binomial", "aten::_sample_dirichlet"}  # it is in 2.11
     assert len(ran) > 40 and set(wanting.values()) == {"NeedsValues"}
+
+
+@torch.library.custom_op("of_these_tests::squared", mutates_args=())
+def squared(x: torch.Tensor) -> torch.Tensor:
+    return torch.mm(x, x, out_dtype=torch.float32) + 1
+
+
+def test_an_operator_in_python_takes_the_memory_and_time_of_what_it_calls(gpu):
+    with record_timeline() as timeline:
+        y = squared(torch.ones(64, 64, device="cuda", dtype=torch.bfloat16))
+        assert torch.cuda.max_memory_allocated() > 32 << 20 and (not has_values(y) or y.unique().item() == 65)  # cuBLAS
+    assert [span.name for span in timeline.spans][:3] == ["ones", "mm", "add"] and y.dtype == torch.float32
+
+
+@torch.library.custom_op("of_these_tests::doubled", mutates_args=(), device_types="cuda")
+def doubled(x: torch.Tensor) -> torch.Tensor:
+    return x + x
+
+
+def test_a_librarys_operator_for_cuda_alone_is_refused_by_its_name():
+    with virtual_gpus(1), pytest.raises(NotModelled, match="of_these_tests::doubled, which exists only for CUDA"):
+        doubled(torch.ones(2, device="cuda"))

@@ -92,8 +92,9 @@ def test_features_that_go_with_another_are_few():
 
 
 def test_tests_of_a_feature_are_named_and_go_with_it():
-    named = {name for names in TOLD["tests"].values() for name in names}
-    assert ABOUT.keys() == FEATURES and all((TESTS / name).exists() for name in named)
+    there = {path.name for path in TESTS.glob("test_*.py")}
+    assert ABOUT.keys() == FEATURES and all(names & there for names in ABOUT.values())
+    assert {name for names in TOLD["tests"].values() for name in names} <= there
     for path in TESTS.glob("test_*.py"):
         imported = re.findall(r"(?m)^from virtual_gpus\.features(?:\.| import )(\w+)", path.read_text("utf-8"))
         assert {*imported} - BASE <= {name for name in ABOUT if path.name in ABOUT[name]}, path.name

@@ -7,9 +7,10 @@ import inspect
 
 import pytest
 import torch
-from measuring import allocated
+from measuring import allocated, seconds, sizes_of
 from torch import nn
 from torch.optim import lr_scheduler
+from virtual_gpus import virtual_gpus
 
 pytestmark = pytest.mark.usefixtures("workspaces_given_back", "gpus")
 GPUS = {"count": 3, "memory": "16 GiB"}
@@ -191,3 +192,55 @@ def test_gradient_scaling(gpus, fused):
         scaler.update()
     assert scaler.get_scale() == 512.0 and scaler._scale.device.type == "cuda"
     assert_same_weights(layers, on_the_cpu("Adam"), atol=1e-5, rtol=1e-4)
+
+
+def test_lists_of_tensors_must_match_place_by_place(gpus):
+    here, there = ([torch.ones(2, device=gpu), torch.ones(3, device=gpu)] for gpu in gpus[:2])
+    for other in (there, [torch.ones(2), torch.ones(3)]):
+        with pytest.raises(RuntimeError, match="Expected all tensors to be on the same device"):
+            torch._foreach_add_(here, other)
+    mixed = [here[0], there[1]]
+    assert [t.device for t in torch._foreach_mul(mixed, [there[0].to(gpus[0]), there[1]])] == gpus[:2]
+    torch._foreach_copy_(here, there)
+    assert [t.device for t in here] == [gpus[0]] * 2
+
+
+def test_norms_of_chunks_are_cudas_own(gpu):
+    """ForeachReduceOp.cu."""
+    wide = [torch.zeros(1 << 20, dtype=torch.half, device=gpu) for _ in range(64)]
+    assert sizes_of(lambda: torch._foreach_norm(wide)) == [64 * 16 * 4, *[512] * 64]
+    assert sizes_of(lambda: torch._foreach_norm(wide, 3)) == [512] * 64
+
+
+def lists(number):
+    return [[torch.empty(1 << 22, device="cuda") for _ in range(8)] for _ in range(number)]
+
+
+def step(kind, **options):
+    """A step of a fused optimizer."""
+    parameters = [torch.nn.Parameter(part) for part in lists(1)[0]]
+    optimizer = kind(parameters, lr=0.1, fused=True, **options)
+    for parameter in parameters:
+        parameter.grad = torch.empty_like(parameter)
+    optimizer.step()  # which makes its state
+    return optimizer.step
+
+
+@virtual_gpus(1, kind="H200", shapes_only=True)
+def test_an_operator_on_lists_reads_each_once_and_writes_what_it_returns_or_changes():
+    x, a, b = lists(3)
+    optim, unit = torch.optim, seconds(lambda: torch._foreach_add_(x, a)) / 3
+    scaled = step(optim.SGD)
+    scaled.__self__.grad_scale, scaled.__self__.found_inf = (torch.ones(1, device="cuda") for _ in range(2))
+    moved = {
+        2: [lambda: torch._foreach_mul_(x, 2.0)],
+        3: [lambda: torch._foreach_addcmul_(x, a, a), step(optim.SGD)],
+        4: [lambda: torch._foreach_addcmul_(x, a, b), lambda: torch._foreach_addcdiv_(x, a, b), scaled],
+        5: [step(optim.SGD, momentum=0.9)],
+        7: [step(optim.Adam), step(optim.AdamW)],
+        9: [step(optim.Adam, amsgrad=True)],
+    }
+    for number, calls in moved.items():
+        for call in calls:
+            assert seconds(call) == pytest.approx(number * unit, rel=0.02)
+    assert seconds(lambda: torch._foreach_norm(x)) < 0.55 * seconds(lambda: torch._foreach_mul(x, 2.0))

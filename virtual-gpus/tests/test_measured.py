@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from benchmarks import clock
 from forks import run
-from measuring import recorded
+from measuring import recorded, table
 from virtual_gpus import active_machine, measure, virtual_gpus
 from virtual_gpus.__main__ import main
 
@@ -21,10 +21,6 @@ optimizer.step()
 query = torch.zeros(1, 2, 128, 64, device="cuda", dtype=torch.float16, requires_grad=True)
 F.scaled_dot_product_attention(query, query, query, is_causal=True).sum().backward()
 """
-BAD = {None: "Cannot read measured operators", "{": "Cannot read measured operators",
-       "[]": "Cannot read measured operators", '{"gpu": "A100", "rows": []}': "of A100, and none of H200",
-       '{"gpu": "H200", "rows": [{"operator": "aten.mm.default"}]}': "KeyError",
-       '{"gpu": "H200", "rows": [{"operator": "a", "arguments": [], "seconds": -1}]}': "not above 0"}  # fmt: skip
 
 
 @pytest.fixture
@@ -77,10 +73,10 @@ def test_a_programs_operators_are_listed_and_can_be_called(listed):
         measure.prepared(row["operator"], row["arguments"], "cpu")()
 
 
-@pytest.mark.parametrize(("content", "words"), BAD.items())
+@pytest.mark.parametrize(("content", "words"), table("wrong_settings")["measured"].items())
 def test_bad_files_are_refused(tmp_path, content, words):
     file = tmp_path / "bad.json"
-    if content is not None:
+    if content != "absent":
         file.write_text(content)
     with pytest.raises(ValueError, match=words):
         virtual_gpus(measured=str(file))

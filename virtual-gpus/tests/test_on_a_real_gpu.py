@@ -9,7 +9,7 @@ from benchmarks.reference import compare, measure, real_gpu
 from benchmarks.reference.cases import CASES
 from benchmarks.reference.further import FURTHER
 from benchmarks.reference.operators import OPERATORS
-from test_errors import MIXTURES
+from test_errors import MIXTURES, run
 
 pytestmark = pytest.mark.gpu
 WITH_ONE_GPU = ("GPU and CPU", "in place into a number on the CPU", "matrix product", "net on the CPU",
@@ -24,9 +24,9 @@ def real():
 
 @pytest.mark.parametrize("name", WITH_ONE_GPU)
 def test_the_error_texts_are_the_real_ones(name):
-    act, text = MIXTURES[name]
+    code, text = MIXTURES[name]
     with pytest.raises(RuntimeError) as error:
-        act()
+        run(code)
     assert str(error.value).startswith(text)
 
 

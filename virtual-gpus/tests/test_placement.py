@@ -1,4 +1,4 @@
-"""Every way of making or moving a tensor puts it on the GPU that was named, and says so."""
+"""Every way of making or moving a tensor puts it on the GPU that was named, and says so, as do the memory figures."""
 
 import pickle
 import warnings
@@ -6,6 +6,7 @@ import warnings
 import numpy as np
 import pytest
 import torch
+from measuring import MIB, empty
 from torch import nn
 from virtual_gpus import virtual_gpus
 
@@ -108,18 +109,14 @@ def test_a_mode_is_told_a_factory_by_its_name(function):
 
 
 def test_the_current_gpu_and_a_default_device():
-    assert torch.cuda.current_device() == torch.accelerator.current_device_index() == 0
+    assert torch.cuda.current_device() == 0
     torch.cuda.set_device(2)
     assert torch.ones(1, device="cuda").device.index == 2 and torch.ones(1).cuda().get_device() == 2
     with torch.cuda.device(1):
         assert torch.ones(1, device="cuda").device == ONE
         with torch.cuda.device_of(torch.ones(1, device="cuda:0")):
             assert torch.cuda.current_device() == 0
-    with torch.accelerator.device_index(0):
-        assert torch.cuda.current_device() == 0
     assert torch.cuda.current_device() == 2
-    torch.accelerator.set_device_index(1)
-    assert torch.accelerator.current_device_index() == 1
     with torch.device("cuda"), torch.cuda.device(1):
         assert torch.ones(1).device == torch.tensor([1.0]).device == torch.get_default_device() == ONE
         assert torch.as_tensor(torch.ones(1, device="cuda:2")).device == ONE
@@ -133,9 +130,7 @@ def test_the_current_gpu_and_a_default_device():
 
 
 def test_queries():
-    assert torch.cuda.is_available() and torch.accelerator.is_available()
-    assert torch.cuda.device_count() == torch.accelerator.device_count() == 3
-    assert torch.accelerator.current_accelerator() == torch.device("cuda")
+    assert torch.cuda.is_available() and torch.cuda.device_count() == 3
     card = torch.cuda.get_device_properties(1)
     assert (card.name, card.total_memory, card.major) == ("NVIDIA H200", 2**30, 9)
     assert card.max_threads_per_multi_processor == 2048 and card.max_threads_per_block == 1024
@@ -143,38 +138,8 @@ def test_queries():
     assert abs(card.clock_rate - 1_980_000) < 1000  # in kHz, as its data sheet says
     assert torch.cuda.get_device_name(2) == "NVIDIA H200" and torch.cuda.get_device_capability() == (9, 0)
     assert torch.cuda.can_device_access_peer(0, 1) and torch.cuda.is_bf16_supported()
-    assert torch.cuda.get_arch_list() == ["sm_90"] and torch.get_device_module() is torch.cuda
-    assert repr(torch.cuda.default_stream(1)) == "<torch.cuda.Stream device=cuda:1 cuda_stream=0x0>"
+    assert torch.cuda.get_arch_list() == ["sm_90"]
     torch.cuda.synchronize(2)
-    torch.accelerator.synchronize()
-
-
-def test_streams_come_from_a_pool_per_gpu_and_priority():
-    """c10/cuda/CUDAStream.cpp: after 32 of them, the first one comes again."""
-    many = [torch.cuda.Stream(device=2) for _ in range(33)]
-    assert many[0] == many[32] and len(set(many)) == 32 and torch.cuda.Stream(2, priority=-1) not in many
-
-
-def test_streams_and_events_are_objects_that_work():
-    side, default = torch.cuda.Stream(device=1), torch.cuda.default_stream(1)
-    assert side.device == ONE and side != torch.cuda.current_stream(1) == default and isinstance(side, torch.Stream)
-    torch.cuda.set_stream(side)
-    assert torch.cuda.current_stream(1) == side and torch.cuda.current_device() == 1
-    torch.accelerator.set_stream(default)
-    torch.cuda.set_device(0)
-    assert torch.accelerator.current_stream(1) == default
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    with pytest.raises(ValueError, match="recorded"):
-        start.elapsed_time(end)
-    start.record()
-    end.record(side)
-    side.synchronize()
-    with pytest.raises(torch.AcceleratorError, match="invalid resource handle"):
-        start.elapsed_time(end)  # of two GPUs
-    with pytest.raises(RuntimeError, match=r"Event device 1 does not match recording stream's device 0\."):
-        end.record()
-    assert torch.cuda.Stream.priority_range() == (0, -3)
-    assert [torch.cuda.Stream(priority=p).priority for p in (5, 0, -1, -9)] == [0, 0, -1, -3]
 
 
 def test_pinned_memory():
@@ -224,3 +189,32 @@ def test_numbers_name_gpus_in_builds_without_cuda(monkeypatch):
     assert nn.Linear(2, 2).to(1).weight.device == nn.Linear(2, 2).to(device=1).weight.device == ONE
     assert torch.zeros(2, device=1).device == torch.ones(2).to(1).device == ONE
     assert torch.nn.parallel.scatter(torch.ones(4, 2), [0, 1])[1].device == ONE
+
+
+@virtual_gpus(2, memory="2 GiB")
+def test_peaks_stats_summary_and_fraction():
+    x, y = empty(100 * MIB, "cuda:1"), empty(50 * MIB, "cuda:1")
+    del y
+    assert torch.cuda.memory_allocated(1) == 100 * MIB and torch.cuda.max_memory_reserved(1) == 150 * MIB
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(1)
+    assert torch.cuda.max_memory_reserved(1) == 100 * MIB == torch.cuda.max_memory_allocated(1)
+    x, stats = empty(3 * MIB), torch.cuda.memory_stats()
+    assert stats["allocated_bytes.all.current"] == 3 * MIB and stats["allocation.all.current"] == 1
+    assert stats["reserved_bytes.large_pool.current"] == 20 * MIB and stats["segment.all.current"] == 1
+    assert stats["inactive_split_bytes.all.current"] == 17 * MIB and stats["max_split_size"] == -1
+    documented = {"active.all.peak", "requested_bytes.all.freed", "oversize_allocations.current", "num_alloc_retries"}
+    assert stats.keys() > documented | {"num_ooms", "num_sync_all_streams", "num_device_alloc", "num_device_free"}
+    summary = torch.cuda.memory_summary()
+    assert "Allocated memory" in summary and "3072 KiB" in summary and "CUDA OOMs: 0 " in summary
+    torch.cuda.reset_accumulated_memory_stats()
+    assert torch.cuda.memory_stats()["allocation.all.allocated"] == 0
+    del x
+    torch.cuda.set_per_process_memory_fraction(0.25, 0)
+    assert torch.cuda.get_per_process_memory_fraction(0) == 0.25
+    with pytest.raises(torch.OutOfMemoryError, match="512.00 MiB allowed"):
+        empty(600 * MIB)
+    assert empty(600 * MIB, "cuda:1").is_cuda
+    for wrong in (2.0, -1.0):
+        with pytest.raises(ValueError):
+            torch.cuda.set_per_process_memory_fraction(wrong)

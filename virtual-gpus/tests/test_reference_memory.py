@@ -10,6 +10,7 @@ from benchmarks.reference import compare, further, measure, second, third
 from benchmarks.reference import operators as reference_operators
 from benchmarks.reference.cases import CASES
 from benchmarks.reference.compare import GOAL, KNOWN_DIFFERENCES, OPERATOR_LIMIT, OPERATORS_WITHIN
+from measuring import table
 from virtual_gpus import figures
 from virtual_gpus.features.conv import workspaces as conv_workspaces
 
@@ -22,17 +23,7 @@ OPERATOR_MEMORY = {
     for folder in ("", "second/", "third/")
     for name, memory in measure.load(f"{folder}operator_memory.json").items()
 }
-# How near a loss comes to the H200's, and in how many steps: bf16 has three digits, and the ResNets' rate of 0.1 makes
-# TF32's rounding in their convolutions show from the second step on. The second step has an optimizer's states. The
-# other cases do what these do.
-NEAR = {"mlp_adamw_b256": (1e-3, 2), "resnet18_cifar_b64": (1e-3, 1), "gpt_small_bf16_b8": (5e-3, 2),
-        "lstm_words_b32": (1e-3, 2)}  # fmt: skip
-# How much an operator is off at the most, as a part of the larger peak. The others are exact. The rules miss some of
-# cuDNN's choices, and KNOWN_DIFFERENCES says what is known of those above the limit.
-OFF = {"conv3_64_32": 1e-5, "clip_grad_norm": 1e-5, "cross_entropy_smooth": 2e-5, "batch_norm1d": 2e-4,
-       "conv3_s2": 0.0017, "conv1_256_8": 0.0062, "conv_transpose": 0.0074, "gru_bi2": 0.0089, "rnn_tanh": 0.012,
-       "sgd": 0.018, "conv3_256_8": 0.027, "conv3_128_16": 0.038, "conv1d": 0.059, "bce_logits": 0.25,
-       "embedding_sparse": 0.51}  # fmt: skip
+NEAR, OFF = table("reference_memory").values()
 
 
 def with_numbers(act):

@@ -1,5 +1,4 @@
-"""LSTM, GRU and RNN on virtual GPUs: the CPU's numbers and gradients, and cuDNN's memory. What an H200's cuDNN took
-stands in test_cuda_operators.py."""
+"""LSTM, GRU and RNN on virtual GPUs: the CPU's numbers and gradients, and cuDNN's memory."""
 
 import warnings
 from functools import partial

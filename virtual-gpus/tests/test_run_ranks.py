@@ -13,11 +13,11 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import until
 from virtual_gpus import active_machine, virtual_gpus
 from virtual_gpus.processes import shared_memory
 from virtual_gpus.testing import RankError, child, run, run_ranks
 from virtual_gpus.testing.hosts import TORCHRUN, run_hosts
-from waiting import until
 
 MODULE = "import torch\nnumber = torch.cuda.device_count()"
 

@@ -22,12 +22,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from measuring import table
+from ranks import until
 from test_run_ranks import leaves_nothing  # noqa: F401  (a fixture for every test here too)
 from virtual_gpus import virtual_gpus
 from virtual_gpus.testing import RankError, run, run_ranks
 from virtual_gpus.testing import rank as in_rank
 from virtual_gpus.testing.failures import Failure, _short, _without_middle, run_error
-from waiting import until
 
 
 def wait_for_the_end(pid):

@@ -237,21 +237,6 @@ def test_ddp_trains_as_one_process_does(capfd):
     assert "Warning" not in capfd.readouterr().err
 
 
-def test_synchronized_half_types_are_added_up_in_float32():
-    x = torch.randn(64, 3, 5, 5)
-    with virtual_gpus(1):
-        on_gpu = x.to("cuda", torch.bfloat16)
-        mean, invstd = torch.batch_norm_stats(on_gpu, 1e-5)
-        assert mean.dtype == invstd.dtype == torch.float32 and mean.is_cuda
-        normal = torch.batch_norm_elemt(on_gpu, None, None, mean, invstd, 1e-5)
-        assert normal.dtype == torch.bfloat16 and normal.float().mean().abs().item() < 1e-2
-        torch.testing.assert_close(mean.cpu(), x.bfloat16().float().mean((0, 2, 3)))
-        assert torch.cuda.memory_allocated() == 2 * (64 * 3 * 25 * 2 // 512 + 1) * 512 + 2 * 512
-        given = torch.empty(0, device="cuda", dtype=torch.bfloat16)
-        assert torch.batch_norm_elemt(on_gpu, None, None, mean, invstd, 1e-5, out=given) is given
-        assert torch.equal(given, normal)
-
-
 def test_every_way_to_ask_for_a_backend(monkeypatch, capfd):
     process_groups._rest_at_exit.cache_clear()
     for backend in ("cpu:gloo,cuda:nccl", "NCCL", "gloo", None):

@@ -1,0 +1,27 @@
+"""Sorts, searches and draws that sort: the buffers of CUDA's kernels, by PyTorch's sources."""
+
+import torch
+from measuring import MIB, sizes_of
+from virtual_gpus import virtual_gpus
+
+
+def test_sorts_and_searches_take_the_buffers_of_cuda_s_kernels(gpu):
+    """Sort.cpp, SortStable.cu, Distributions.cpp and their like in aten/src/ATen/native. What is taken first, results
+    among it."""
+    rows, line = torch.ones(256, 8192, device=gpu), torch.ones(1 << 16, device=gpu)
+    size, few, short = rows.nbytes, rows[:8], line[:4096]
+    for work, taken in (
+        (rows.sort, [size, 2 * size, 2 * size, 3 * size]), (line.sort, [4 << 16, 8 << 16, 8 << 16, 12 << 16]),
+        (few.sort, [1 << 18, 1 << 19, 1 << 19, 1 << 19, 1 << 18, 3 << 18]), (short.sort, [4 << 12, 8 << 12, 8 << 12]),
+        (line.median, [4 << 16, 8 << 16, 8 << 16, 12 << 16, 512]), (lambda: rows.t().kthvalue(1), [32768, 65536, size]),
+        (lambda: torch.randperm(8192, device=gpu), [65536, 65536, 32768]),
+        (lambda: torch.randperm(1 << 16, device=gpu), [*[8 << 16] * 4, 16 << 16]),
+        (lambda: rows.multinomial(1), [2048, size]), (lambda: rows.multinomial(2, True), [4096, size, size, size]),
+    ):  # fmt: skip
+        assert sizes_of(work)[: len(taken)] == taken
+
+
+def test_nonzero_counts_first():
+    """How many first, last what cub has (cuda/Nonzero.cu)."""
+    with virtual_gpus(1, kind="H200"):
+        assert sizes_of(torch.ones(1 << 20, device="cuda").nonzero) == [512, 8 * MIB, 512]
