@@ -28,7 +28,6 @@ ALLOCATES = [("torch/nn/parallel/replicate.py", None, PARAMETERS),
 
 def is_available(tensors: Sequence[torch.Tensor]) -> bool:
     """NCCL takes dense, contiguous tensors on different GPUs."""
-    tensors = list(tensors)
     gpus = [gpu_of(t) for t in tensors]
     dense = all(g is not None and not t.is_sparse and t.is_contiguous() for g, t in zip(gpus, tensors, strict=False))
     return dense and len({id(g) for g in gpus}) == len(gpus)

@@ -68,8 +68,8 @@ def fake_links(gpu: VirtualGPU, group: torch.distributed.ProcessGroup) -> GroupL
     """The links of a group in which this process is alone. Its members are counted once, not at every collective."""
     known = state_of(group).links
     if known is None or known[0].machine is not gpu.machine:
-        settings, ranks = gpu.machine.settings, torch.distributed.get_process_group_ranks(group)
-        members = [place_of_rank(settings, rank) for rank in ranks]
+        ranks = torch.distributed.get_process_group_ranks(group)
+        members = [place_of_rank(gpu.machine.settings, rank) for rank in ranks]
         known = state_of(group).links = gpu, links_between(gpu, group, members)
     return known[1]
 

@@ -99,11 +99,10 @@ def _variables(settings: Settings) -> dict[str, str]:
     """The environment that torchrun gives to the rank of `settings`."""
     assert settings.rank is not None and settings.world_size is not None
     host, slot = place_of_rank(settings, settings.rank)
-    hosts = settings.world_size // settings.count
     return {
         "RANK": str(settings.rank), "WORLD_SIZE": str(settings.world_size),
         "LOCAL_RANK": str(slot), "LOCAL_WORLD_SIZE": str(settings.count),
-        "GROUP_RANK": str(host), "GROUP_WORLD_SIZE": str(hosts),
+        "GROUP_RANK": str(host), "GROUP_WORLD_SIZE": str(settings.world_size // settings.count),
         "ROLE_NAME": "default", "ROLE_RANK": str(settings.rank), "ROLE_WORLD_SIZE": str(settings.world_size),
         "MASTER_ADDR": "localhost", "MASTER_PORT": "29500",
         "TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_MAX_RESTARTS": "0",
