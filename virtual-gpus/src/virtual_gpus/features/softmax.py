@@ -21,8 +21,7 @@ def softmax_backward(call: OpCall) -> torch.Tensor:
     gradient, output = call["grad_output"], call["output"]
     is_packed = 0 in gradient.stride() or gradient.is_contiguous()
     product = nbytes(output)
-    gradient_copy = 0 if is_packed else product
-    return call.run(product, gradient_copy, channels_first_copy(output))
+    return call.run(product, 0 if is_packed else product, channels_first_copy(output))
 
 
 def one_kernel(owner: Any, name: str) -> Callable[..., torch.Tensor]:

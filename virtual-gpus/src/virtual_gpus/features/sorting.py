@@ -24,28 +24,32 @@ _SHORT, _LONG, _MANY = 4096, 1_000_000, 128
 
 
 def _sort_buffers(tensor: torch.Tensor, dim: int) -> list[int]:
-    """Of a sort along `dim`: a packed copy and results along it; positions; what cub has, a second copy of numbers and
-    positions (cuda/Sort.cpp, SortStable.cu). Its counters are left out."""
-    length, numbers, size = tensor.shape[dim], tensor.nbytes, 8 * tensor.numel()
+    """Sizes of a packed copy, with results if it has another order, of positions, and of cub's second copies of both
+    numbers and positions, for a sort along `dim`. Cub's counters are left out (cuda/Sort.cpp, SortStable.cu)."""
+    length, numbers, positions = tensor.shape[dim], tensor.nbytes, 8 * tensor.numel()
     if length <= _SHORT:
         return [8 * length]
-    is_dense = torch.ops.aten.is_non_overlapping_and_dense(tensor)
-    turned = [numbers, numbers, size] if tensor.stride(dim) > 1 else [numbers] * (not is_dense)
-    if size == 8 * length or length >= _LONG:
-        return [*turned, 8 * length, length * (tensor.itemsize + 8)]
-    found = [size] if size >= 8 * length * _MANY else [size, size, numbers]
-    return [*turned, *found, numbers + size]
+    packed = list[int]()
+    if tensor.stride(dim) > 1:
+        packed = [numbers, numbers, positions]
+    elif not torch.ops.aten.is_non_overlapping_and_dense(tensor):
+        packed = [numbers]
+    if positions == 8 * length or length >= _LONG:  # row by row
+        return [*packed, 8 * length, length * (tensor.itemsize + 8)]
+    if positions >= 8 * length * _MANY:
+        return [*packed, positions, numbers + positions]
+    return [*packed, positions, positions, numbers, numbers + positions]
 
 
 def sort(call: OpCall) -> Any:
-    """The results, and those that `argsort` drops; buffers."""
+    """After the results come the values that `argsort` drops, and what the sort takes."""
     tensor = call["self"]
-    dropped = [nbytes(tensor)] * (call.op.base == "argsort")
-    return call.run(*dropped, *(_sort_buffers(tensor, call["dim"]) if tensor.dim() and tensor.numel() else ()))
+    buffers = _sort_buffers(tensor, call["dim"]) if tensor.dim() and tensor.numel() else []
+    return call.run(nbytes(tensor), *buffers) if call.op.base == "argsort" else call.run(*buffers)
 
 
 def topk(call: OpCall) -> Any:
-    """Of a packed copy. Very many are then sorted (cuda/TensorTopK.cpp)."""
+    """The kernel reads a packed copy. If the results are very many, they are then sorted (cuda/TensorTopK.cpp)."""
     values, indices = result = call.run(*packed_copies(call, ("self",), channels_first_copy))
     if call["sorted"] and values.dim() and values.shape[call["dim"]] > _SHORT:
         with call.scratch(nbytes(indices), nbytes(values), *_sort_buffers(values, call["dim"])):
@@ -54,7 +58,7 @@ def topk(call: OpCall) -> Any:
 
 
 def median(call: OpCall) -> Any:
-    """Along a dimension, of a packed copy; of all numbers, from a sort of them (cuda/Sorting.cpp)."""
+    """A median along a dimension reads a packed copy. That of all numbers comes from a sort (cuda/Sorting.cpp)."""
     tensor, copies = call["self"], packed_copies(call, ("self",), channels_first_copy)
     if "dim" not in call.op.positions and (count := tensor.numel()):
         copies += [nbytes(tensor), 8 * count, *_sort_buffers(tensor.new_empty(count, device="meta"), 0)]
@@ -64,37 +68,40 @@ def median(call: OpCall) -> Any:
 
 
 def unique(call: OpCall) -> Any:
-    """A sort, where each number was, and results that keep the length of the input (cuda/UniqueCub.cu)."""
+    """It sorts the numbers, and the places where they were. The results keep the input's length (cuda/UniqueCub.cu)."""
     tensor, result = call["self"], call.compute()
     if tensor.dtype == torch.bool or ("dim" in call.op.positions and call["dim"] is not None):
         return call.place(result)
-    numbers, places = nbytes(tensor), [8 * tensor.numel()] * call["return_inverse"]
-    sorts = "sorted" in call.op.positions
-    with call.scratch(*packed_copies(call, ("self",), channels_first_copy), *[numbers, *places] * sorts):
-        with call.scratch(*[*places, numbers + sum(places)] * sorts):
-            pass
-        with call.scratch(*places):
+    numbers, integers = nbytes(tensor), 8 * tensor.numel()
+    places = integers if call["return_inverse"] else 0
+    with call.scratch(channels_first_copy(tensor)) as held:
+        if "sorted" in call.op.positions:  # `unique_consecutive` does not sort
+            held.take(numbers, places)
+            with call.scratch(places, numbers + places):
+                pass
+        with call.scratch(places):
             call.place(result[1])
         put(result[0], StorageAllocation(call.gpu, numbers))
-        put(result[2], StorageAllocation(call.gpu, 8 * tensor.numel() * call["return_counts"]))
+        put(result[2], StorageAllocation(call.gpu, integers if call["return_counts"] else 0))
         return result
 
 
 def all_packed(call: OpCall) -> torch.Tensor:
-    """With packed copies of all tensors (cuda/Bucketization.cu)."""
-    return call.run(*filter(None, map(channels_first_copy, call.tensors)))
+    """The kernel reads packed copies of all tensors (cuda/Bucketization.cu)."""
+    return call.run(*map(channels_first_copy, call.tensors))
 
 
 def multinomial(call: OpCall) -> torch.Tensor:
-    """What each number is divided by, and the largest (Distributions.cpp); of many, if each may come again, two copies
-    and the sums up to each (cuda/MultinomialKernel.cu)."""
+    """What the weights are divided by, and the largest quotients if several are drawn (Distributions.cpp). With
+    replacement, these take two copies and the sums up to each weight (cuda/MultinomialKernel.cu)."""
     number, size = call["num_samples"], nbytes(call["self"])
-    drawn = [size * number // max(1, call["self"].shape[-1])] * (number > 1)
-    return call.run(*[size] * 3) if number > 1 and call["replacement"] else call.run(size, *drawn)
+    if number > 1 and call["replacement"]:
+        return call.run(size, size, size)
+    return call.run(size, size * number // max(1, call["self"].shape[-1]) if number > 1 else 0)
 
 
 def histc(call: OpCall) -> torch.Tensor:
-    """Of integers as well, for which only CUDA has a kernel (aten/src/ATen/native/cuda/SummaryOps.cu)."""
+    """CUDA's kernel takes integers as well, and the CPU's does not (aten/src/ATen/native/cuda/SummaryOps.cu)."""
     x = call["self"]
     if call["min"] == call["max"]:
         charge_read(call)  # for the smallest and the largest number
@@ -116,13 +123,13 @@ def randperm(call: OpCall) -> torch.Tensor:
     size = (given.dtype if given is not None else call.kwargs.get("dtype") or torch.int64).itemsize
     key = 4 if n - (6 * n * n + 1) / (12 * log(0.9)) <= 1 << 32 else 8  # of as many bits as make them differ
     own = StorageAllocation(call.gpu, n * size) if given is None else None
-    with call.scratch(*filter(None, [n * size, n * key, n * key, n * (key + size)])):
+    with call.scratch(n * size, n * key, n * key, n * (key + size)):
         pass
     return call.run() if own is None else put(call.compute(), own)
 
 
 def _median_cost(operation: Operation) -> Cost:
-    """Of all numbers, that of a sort."""
+    """The median of all numbers takes as long as a sort."""
     return (READS_AND_WRITES if "dim" in operation.arguments else _SORTS).formula(operation)
 
 

@@ -96,7 +96,8 @@ class scratch:
     def __enter__(self) -> Self:
         try:
             for size in self._sizes:
-                self._held.append(ScratchBlock(self._gpu, size))
+                if size:
+                    self._held.append(ScratchBlock(self._gpu, size))
         except BaseException:
             self.close()
             raise

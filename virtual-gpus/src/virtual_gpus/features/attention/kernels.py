@@ -251,10 +251,10 @@ class Cudnn(Kernel):
         wide = rule("prefers_cudnn", call.spec)
         may_be_wider = wide and call.version >= _CUDNN_WIDE_HEADS
         newest = may_be_wider and cudnn_version(call.version) > _CUDNN_HAS_WIDE_HEADS
-        limit = 256 if newest else 192 if wide and pair == (192, 128) else 128
+        limit = 192 if wide and pair == (192, 128) else 128
         one_row = call.key.shape[-2] == 1 or (call.dropout and call.query.shape[-2] == 1)
         too_many = call.version >= _CUDNN_LIMITS_BATCH_AND_HEADS and max(call.query.shape[:2]) > 65535
-        if max(pair) > limit or width % 8 or value_width % 8 or one_row or too_many:
+        if max(pair) > (256 if newest else limit) or width % 8 or value_width % 8 or one_row or too_many:
             return False
         # Such wide heads have no backward pass otherwise.
         return not (newest and call.trains and max(pair) > 128) or pair in ((192, 128), (256, 256))
@@ -270,12 +270,11 @@ class Cudnn(Kernel):
     def backward(self, gradient: Tensor, out: Tensor) -> Blocks:
         """Blocks of the gradients of query, key and value."""
         gradients = [self.allocate(nbytes) for nbytes in self.gradients]
-        copies = [self.out] if gradient.stride(-1) != 1 else []  # as after out.sum()
-        summed = self.per_row * (self.width + 1) * FLOAT  # of query's gradient, and of gradient times output
-        grouped = 0  # gradients of key and value before heads that share them are added up
-        if self.heads != self.kv_heads:
-            grouped = self.n * self.heads * self.columns * (self.width + self.value_width) * self.bytes
-        with scratch(self.gpu, *copies, summed + grouped + _CUDNN_OWN):
+        copy = self.out if gradient.stride(-1) != 1 else 0  # as after out.sum()
+        sums = self.per_row * (self.width + 1) * FLOAT  # of query's gradient, and of gradient times output
+        # Gradients of key and value, before those of heads that share them are added up.
+        of_heads = self.n * self.heads * self.columns * (self.width + self.value_width) * self.bytes
+        with scratch(self.gpu, copy, sums + (of_heads if self.heads != self.kv_heads else 0) + _CUDNN_OWN):
             return gradients
 
 
@@ -328,16 +327,15 @@ class Flash(Kernel):
     def backward(self, gradient: Tensor, out: Tensor) -> Blocks:
         """Blocks of the gradients of query, key and value."""
         copies = [self.out for tensor in (gradient, out) if not tensor.transpose(1, 2).is_contiguous()]
-        rows, keys = self.n * self.heads * rounded_up(self.rows, 128) * FLOAT, self.n * self.heads * self.columns
-        grouped: list[int] = []  # before heads that share them are added up
-        if self.heads != self.kv_heads:
-            grouped = [keys * self.width * self.bytes] * 2
+        rows = self.n * self.heads * rounded_up(self.rows, 128) * FLOAT
+        # The gradient of key or value, before those of heads that share them are added up.
+        of_heads = self.n * self.heads * self.columns * self.width * self.bytes if self.heads != self.kv_heads else 0
         sums = 1  # of query's gradient; one per group of thread blocks when the order of adding must be fixed
         if must_be_deterministic():
             sums = ceil_div(self.gpu.spec.multi_processor_count, self.n * self.heads)
         with scratch(self.gpu, *copies):
             gradients = [self.allocate(nbytes) for nbytes in self.gradients]
-            with scratch(self.gpu, rows, rows * self._rounded_width() * sums, *grouped):
+            with scratch(self.gpu, rows, rows * self._rounded_width() * sums, of_heads, of_heads):
                 return gradients
 
     def _rounded_width(self) -> int:  # head_size_rounded
@@ -347,7 +345,8 @@ class Flash(Kernel):
         """In how many parts the keys are worked on at the same time (set_params_splitkv, num_splits_heuristic)."""
         processors = 2 * self.gpu.spec.multi_processor_count
         blocks = self.n * self.heads * ceil_div(self.rows, 64)  # kBlockM
-        key_blocks = ceil_div(self.columns, 256 if self.width <= 64 else 128 if self.width <= 128 else 64)  # block_n
+        columns = 256 if self.width <= 64 else 128
+        key_blocks = ceil_div(self.columns, columns if self.width <= 128 else 64)  # block_n
         return 1 if blocks >= 0.8 * processors else _best_split(blocks, processors, key_blocks)
 
 

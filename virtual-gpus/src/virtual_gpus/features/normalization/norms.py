@@ -71,9 +71,8 @@ def group_norm(call: OpCall) -> tuple[torch.Tensor, ...]:
 def group_norm_backward(call: OpCall) -> tuple[torch.Tensor, ...]:
     """Two sums, and a factor if there is a weight, per sample and channel. Two factors per group."""
     channels, groups = call["N"] * call["C"] * 4, call["N"] * call["group"] * 4
-    factors = 0 if call["weight"] is None else channels
     with call.scratch(*packed_copies(call, ("grad_out", "input"))):
-        return call.run(channels, channels, factors, groups, groups)
+        return call.run(channels, channels, 0 if call["weight"] is None else channels, groups, groups)
 
 
 @lru_cache(maxsize=4096)
