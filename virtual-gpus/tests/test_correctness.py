@@ -328,7 +328,7 @@ def test_inference_mode_counts_the_memory_of_every_part(gpus):
     assert one.is_inference() and one.device == gpus[1] and peak == peak_without_gradients > 0
 
 
-@pytest.mark.parametrize(("name", "code"), rows_of_features(table("draws")))
+@pytest.mark.parametrize(("name", "code"), rows_of_features(table("programs")["draws"]))
 def test_every_draw_follows_the_gpu_s_own_seed(gpus, name, code):
     def make(d):
         return eval(code)
@@ -387,10 +387,6 @@ def test_the_state_of_a_generator_is_a_seed_and_an_offset_and_there_are_generato
         assert torch.rand(503_809, device="cuda").is_cuda and torch.cuda.get_rng_state()[8] == 8
 
 
-OF_HALVES = [lambda x: F.avg_pool3d(x, 2), lambda x: F.rrelu(x * 1, 0.25, 0.25, True, inplace=True),
-             lambda x: F.interpolate(x, (3, 5), mode="bicubic", antialias=True)]  # fmt: skip
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_is_computed_in_float32_where_the_cpu_has_no_kernels_for_it(monkeypatch, dtype):
     monkeypatch.setattr(half_precision, "slow_types", lambda: (dtype,))
@@ -406,13 +402,13 @@ def test_half_precision_is_computed_in_float32_where_the_cpu_has_no_kernels_for_
     assert weight.grad.dtype == dtype and image.grad is None
 
 
-@pytest.mark.parametrize("compute", OF_HALVES)
-def test_half_precision_that_cuda_has_and_no_cpu_is_computed_in_float32(gpus, compute):
-    x, results = draw(1, 4, 8, 8).half(), []
-    for tensor in (x.to(gpus[1]).requires_grad_(), x.float().requires_grad_()):
-        result = compute(tensor)
+@pytest.mark.parametrize("code", rows_of_features(table("programs")["halves"]))
+def test_half_precision_that_cuda_has_and_no_cpu_is_computed_in_float32(gpus, code):
+    half, results = draw(1, 4, 8, 8).half(), []
+    for x in (half.to(gpus[1]).requires_grad_(), half.float().requires_grad_()):
+        result = eval(code)
         result.sum().backward()
-        results += [result, tensor.grad]
+        results += [result, x.grad]
     assert all(torch.equal(one.cpu(), other.half()) for one, other in zip(results[:2], results[2:], strict=True))
 
 

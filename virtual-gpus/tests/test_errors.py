@@ -1,4 +1,4 @@
-"""Mistakes raise what they raise on a real GPU, in its words; what CUDA refuses, waits for or can do unlike a CPU."""
+"""Mistakes raise what they raise on a real GPU, in its words; what CUDA refuses or can do unlike a CPU."""
 
 import re
 import warnings

@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 import torch.nn.functional as F
+from measuring import rows_of_features, table
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
@@ -36,39 +37,7 @@ def attention(x):
     return F.scaled_dot_product_attention(x, x, x)
 
 
-def sums(call):
-    """Every tensor that `call` returns, read."""
-    return lambda *args: [part + 1 for part in call(*args)]
-
-
-# What reads the result of a collective: each takes x of 64 KiB, the mesh and the name of its group.
-CASES = {
-    "all_reduce": lambda x, mesh, name: functional.all_reduce(x, "sum", mesh) * 2,
-    "all_gather": lambda x, mesh, name: functional.all_gather_tensor(x, 0, mesh) * 2,
-    "reduce_scatter": lambda x, mesh, name: functional.reduce_scatter_tensor(x, "sum", 0, mesh) * 2,
-    "reduce_scatter of columns": lambda x, mesh, name: functional.reduce_scatter_tensor(x, "sum", 1, mesh) * 2,
-    "all_to_all": lambda x, mesh, name: functional.all_to_all_single(x, None, None, mesh) * 2,
-    "one row for each rank": lambda x, mesh, name: (
-        DTensor.from_local(x.view(RANKS, -1, 64), mesh, [Shard(1)]).redistribute(placements=[Shard(0)]).to_local() * 2
-    ),
-    "broadcast": lambda x, mesh, name: functional.broadcast(x, 0, mesh) * 2,
-    "several all_reduces": sums(lambda x, mesh, name: functional.all_reduce_coalesced([x, x], "sum", mesh)),
-    "several all_gathers": sums(lambda x, mesh, name: functional.all_gather_into_tensor_coalesced([x, x], mesh)),
-    "not waited for": lambda x, mesh, name: OPS.all_reduce(x, "sum", name) * 2,
-    "in place": lambda x, mesh, name: OPS.all_reduce_(x, "sum", name) * 2,
-    "out": lambda x, mesh, name: OPS.reduce_scatter_tensor_out(
-        x, "sum", RANKS, name, out=torch.empty(len(x) // RANKS, x.shape[1], device="cuda")
-    ).add_(1),
-    "received": lambda x, mesh, name: OPS.wait_tensor(OPS.irecv(x, 1, 0, name)) * 2,
-    "waited for together": lambda x, mesh, name: OPS.wait_tensors([OPS.all_reduce(x, "sum", name)])[0] * 2,
-    "a view of it": lambda x, mesh, name: functional.all_reduce(x, "sum", mesh).view(-1)[8:].exp(),
-    "an element": lambda x, mesh, name: functional.all_reduce(x[0, 0], "sum", mesh).item(),
-    "a copy to the CPU": lambda x, mesh, name: functional.all_reduce(x, "sum", mesh).cpu(),
-    "a list": lambda x, mesh, name: torch._foreach_mul([functional.all_reduce(x, "sum", mesh)], 2.0),
-    "attention": lambda x, mesh, name: attention(functional.all_to_all_single(x, None, None, mesh)),
-    "attention, not waited for": lambda x, mesh, name: attention(OPS.all_reduce(x, "sum", name)),
-    "a whole DTensor": lambda x, mesh, name: DTensor.from_local(x, mesh, [Shard(0)]).full_tensor() * 2,
-}
+CASES = dict(rows_of_features(table("functional_collectives")))
 for case, operator in (("received", "irecv"), ("waited for together", "wait_tensors")):
     if not hasattr(OPS, operator):  # 2.11 has neither, 2.13 has the first
         del CASES[case]
@@ -79,10 +48,11 @@ def cases(shapes_only: bool) -> dict:
     with virtual_gpus(RANKS, kind="H100", shapes_only=shapes_only, rank=3, world_size=RANKS), torch.no_grad():
         mesh = init_device_mesh("cuda", (RANKS,))
         found = {}
-        for name, case in CASES.items():
+        names = globals() | {"DTensor": DTensor, "Shard": Shard, "mesh": mesh, "name": mesh.get_group().group_name}
+        for name, code in CASES.items():
             for _ in range(2):
-                x = torch.zeros(256, 256, device="cuda")
-                found[name] = measured(lambda case=case, x=x: case(x, mesh, mesh.get_group().group_name))
+                names["x"] = torch.zeros(256, 256, device="cuda")
+                found[name] = measured(lambda code=code: eval(code, names))
         return found
 
 
