@@ -8,6 +8,7 @@ autograd graph. When the record of a storage on a GPU goes, its block goes back 
 
 import functools
 from collections.abc import Sequence
+from itertools import repeat
 from typing import Any, Self
 
 import torch
@@ -91,16 +92,10 @@ class scratch:
 
     def __init__(self, gpu: VirtualGPU, *sizes: int):
         self._gpu, self._sizes = gpu, sizes
-        self._held: list[ScratchBlock] = []
 
     def __enter__(self) -> Self:
-        try:
-            for size in self._sizes:
-                if size:
-                    self._held.append(ScratchBlock(self._gpu, size))
-        except BaseException:
-            self.close()
-            raise
+        # If one does not fit, the list is not finished, and lets go of its blocks.
+        self._held = list(map(ScratchBlock, repeat(self._gpu), filter(None, self._sizes)))
         return self
 
     def take(self, *sizes: int) -> None:
