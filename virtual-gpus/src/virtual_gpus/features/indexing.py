@@ -71,7 +71,8 @@ def _make_indices(call: OpCall) -> list[int]:
     Returns the bytes of the int64 indices made of those of the CPU, and of int32 (TensorAdvancedIndexingUtils.h)."""
     tensor, given, *others = call.args
     fills = bool(others) and others[0].numel() == 1 and gpu_of(others[0]) is None
-    indices, made = list[torch.Tensor | None](), list[int]()
+    indices: list[torch.Tensor | None] = []
+    made: list[int] = []
     for index in given:
         at, expanded = len(indices), [index]
         where = None if index is None else call.gpu if call.on_one_gpu else gpu_of(index)

@@ -7,6 +7,7 @@ torch.backends.cuda.enable_*_sdp switch kernels off or set the order.
 
 import math
 import os
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -108,11 +109,15 @@ def choose(call: AttentionCall) -> "type[Fused | Formula]":
 
 def order(spec: GPUSpec, version: Version = INSTALLED) -> list[SDPBackend]:
     """The kernels in the order in which they are asked (priority_order in sdp_utils.cpp)."""
-    wanted = list(map(SDPBackend, torch._C._get_sdp_priority_order()))
     prefers_cudnn = rule("prefers_cudnn", spec) and cudnn_version(version) > _CUDNN_COMES_FIRST
-    if os.environ.get("TORCH_CUDNN_SDPA_DEPRIORITIZED") == "1" or wanted[:3] != _ORDER or not prefers_cudnn:
-        return wanted
-    return [SDPBackend.CUDNN_ATTENTION, *_ORDER]
+    may_come_first = prefers_cudnn and os.environ.get("TORCH_CUDNN_SDPA_DEPRIORITIZED") != "1"
+    return _order(tuple(torch._C._get_sdp_priority_order()), may_come_first)
+
+
+@lru_cache
+def _order(numbers: tuple[int, ...], prefers_cudnn: bool) -> list[SDPBackend]:
+    wanted = list(map(SDPBackend, numbers))
+    return [SDPBackend.CUDNN_ATTENTION, *_ORDER] if prefers_cudnn and wanted[:3] == _ORDER else wanted
 
 
 # ---- the formula -----------------------------------------------------------------------------------------------------

@@ -40,7 +40,7 @@ class Numbers:
             parts = query, key, value, self.bias
             *parts, bias = map(wide, parts) if query.dtype in slow_types() else parts
             out, lse = _fused(*parts, 0.0, self.causal, attn_mask=bias, scale=self.scale)
-            return out.to(query.dtype), lse
+            return out if out.dtype is query.dtype else out.to(query.dtype), lse
         parts = [
             self._weights(q, k, b, m)[0] @ wide(v) * self._kept_scale
             for q, k, v, b, m in zip(query, key, value, self._biases(), self._masks(seed), strict=True)
