@@ -1,7 +1,9 @@
-"""What PyTorch does with CUDA, feature by feature: a folder each, or a module where one is enough.
+"""What PyTorch does with CUDA, feature by feature.
 
-A feature is here by being here: no list names it, and nothing below this folder imports it. Each of its modules may
-have these names, which are all that the package knows of it:
+A feature that fits in one module is NAME.py, with its figures in NAME.toml and its limits in NAME.limits.md. One of
+several modules is a folder NAME with figures.toml and limits.md in it. So you remove a feature by deleting what has its
+name, since no list names it and nothing below this folder imports it. Each of its modules may have these names, which
+are all that the package knows of it:
 
     patches()        what answers for PyTorch's names while virtual GPUs are on, as `patches.table` wants it
     OPERATORS        by the base name of an operator ("mm"), or "_foreach_*" for all of these: its `operators.Row`
