@@ -4,14 +4,12 @@ import pkgutil
 import tomllib
 from pathlib import Path
 
-import pytest
 import torch
 from virtual_gpus import features, record_timeline
 from virtual_gpus.dispatch.operators import operator
 from virtual_gpus.machine import active
 
 MIB = 1 << 20
-with_and_without_numbers = pytest.mark.parametrize("shapes_only", [False, True], ids=["numbers", "shapes"])
 
 
 def table(name):
