@@ -29,6 +29,15 @@ def allocated():
     return [torch.cuda.memory_allocated(gpu.index) for gpu in active().gpus]
 
 
+def waits(work):
+    """Whether the host waits in `work()` until the current GPU has done what it was given."""
+    clock = active().clock
+    torch.cuda._sleep(10**9)
+    before = clock.now
+    work()
+    return clock.now > before + 0.1
+
+
 def bytes_of(work):
     """What `work()` returns, the bytes that it leaves in use, and their peak, above what was in use before."""
     before = torch.cuda.memory_allocated()

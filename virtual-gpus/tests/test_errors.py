@@ -61,6 +61,13 @@ def test_what_cuda_refuses_and_the_cpu_computes(words, code):
         run(code)
 
 
+@pytest.mark.parametrize("shapes_only", [False, True])
+@pytest.mark.parametrize(("words", "code"), rows_of_features(ERRORS["mixed_types"]))
+def test_types_that_differ_are_refused(words, code, shapes_only):
+    with virtual_gpus(1, shapes_only=shapes_only), pytest.raises(RuntimeError, match=f"^{re.escape(words)}"):
+        run(code)
+
+
 @pytest.mark.parametrize("code", rows_of_features(ERRORS["computed"]))
 def test_what_cuda_computes(code):
     assert run(code)
@@ -85,19 +92,6 @@ def test_operators_that_check_each_argument_have_a_kernel_of_their_own():
     for name, entry in errors._yaml_entries().items():
         has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "CUDA")
         assert errors.checks_each_argument(name) == (has_kernel and "device_check: NoCheck" not in entry), name
-
-
-def test_what_cuda_allows_to_mix():
-    x = torch.ones(4, device=0)
-    assert (x + torch.tensor(1.0)).sum().item() == 8 and (torch.tensor(2.0) * x).get_device() == 0
-    assert torch.where(x > 0, x, torch.tensor(0.0)).get_device() == 0
-    x[torch.tensor([0, 1])] = 5.0
-    assert x.index_put((torch.tensor([3]),), torch.tensor(7.0)).tolist() == [5, 5, 1, 7]
-    x.copy_(torch.arange(4.0))
-    y = torch.zeros(4, device=1).copy_(x)
-    assert y.get_device() == 1 and y.tolist() == [0, 1, 2, 3]
-    packed = nn.utils.rnn.pack_padded_sequence(one(3, 2, 4, device=0), torch.tensor([3, 2]))
-    assert nn.LSTM(4, 5).to(0)(packed)[0].data.get_device() == 0
 
 
 def test_numpy_of_a_gpu_tensor():

@@ -2,8 +2,8 @@
 
 import torch
 import torch.nn.functional as F
-from measuring import MIB, bytes_of, peak_of, recorded, sizes_of, times_of
-from virtual_gpus import active_machine, virtual_gpus
+from measuring import MIB, bytes_of, peak_of, recorded, sizes_of, times_of, waits
+from virtual_gpus import virtual_gpus
 from virtual_gpus.gpus import spec
 
 
@@ -53,14 +53,6 @@ def test_few_rows_of_a_large_table_take_their_own_time():
     table, rows = (torch.empty(shape, device="cuda") for shape in ((1 << 16, 1024), (2, 1024)))
     at = rows[:, 0].long()
     assert max(times_of(lambda: (table.index_copy_(0, at, rows), table.take(at))).values()) < 1e-4
-
-
-def waits(work):
-    clock = active_machine().clock
-    torch.cuda._sleep(10**9)
-    before = clock.now
-    work()
-    return clock.now > before + 0.1
 
 
 @virtual_gpus(2, memory="1 GiB")

@@ -1,7 +1,7 @@
 """Sorts, searches and draws that sort: the buffers of CUDA's kernels, by PyTorch's sources."""
 
 import torch
-from measuring import MIB, sizes_of
+from measuring import MIB, sizes_of, waits
 from virtual_gpus import virtual_gpus
 
 
@@ -14,14 +14,17 @@ def test_sorts_and_searches_take_the_buffers_of_cuda_s_kernels(gpu):
         (rows.sort, [size, 2 * size, 2 * size, 3 * size]), (line.sort, [4 << 16, 8 << 16, 8 << 16, 12 << 16]),
         (few.sort, [1 << 18, 1 << 19, 1 << 19, 1 << 19, 1 << 18, 3 << 18]), (short.sort, [4 << 12, 8 << 12, 8 << 12]),
         (line.median, [4 << 16, 8 << 16, 8 << 16, 12 << 16, 512]), (lambda: rows.t().kthvalue(1), [32768, 65536, size]),
-        (lambda: torch.randperm(8192, device=gpu), [65536, 65536, 32768]),
+        (line.histc, [512, 512, 512]), (lambda: torch.randperm(8192, device=gpu), [65536, 65536, 32768]),
         (lambda: torch.randperm(1 << 16, device=gpu), [*[8 << 16] * 4, 16 << 16]),
         (lambda: rows.multinomial(1), [2048, size]), (lambda: rows.multinomial(2, True), [4096, size, size, size]),
     ):  # fmt: skip
         assert sizes_of(work)[: len(taken)] == taken
 
 
-def test_nonzero_counts_first():
-    """How many first, last what cub has (cuda/Nonzero.cu)."""
+def test_what_is_counted_first_and_where_the_host_waits_for_it():
+    """How many first, last what cub has (cuda/Nonzero.cu). The smallest and the largest number (cuda/SummaryOps.cu)."""
     with virtual_gpus(1, kind="H200"):
-        assert sizes_of(torch.ones(1 << 20, device="cuda").nonzero) == [512, 8 * MIB, 512]
+        x, numbers = torch.ones(1 << 20, device="cuda"), torch.ones(1 << 16, device="cuda").char()
+        assert sizes_of(x.nonzero) == [512, 8 * MIB, 512]
+        assert sizes_of(lambda: numbers.bincount(numbers.half())) == [2 << 16, 8 << 16, 512, 512, 512]
+        assert waits(x.histc) and waits(numbers.bincount) and not waits(lambda: x.histc(4, 0, 1))

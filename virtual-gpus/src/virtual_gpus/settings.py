@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from virtual_gpus import figures
 from virtual_gpus.clock.links import ARRANGEMENTS, NETWORKS, Topology, arrange
 from virtual_gpus.clock.measured import Measured, load
 from virtual_gpus.gpus import GPUSpec, kinds, parse_bytes, spec
@@ -17,97 +18,41 @@ from virtual_gpus.versions import NEWEST, OLDEST, Version, parse_version
 
 CHECKS: list[Callable[["Settings"], None]] = []  # of features; each raises an error for a setting of its own
 INSTALLED: Version = int(torch.__version__.split(".")[0]), int(torch.__version__.split(".")[1])
-
-
-def _setting(default: Any, text: str, option: str | None = None, feature: str | None = None, **how: Any) -> Any:
-    """A field of `Settings`.
-
-    text: for `help(virtual_gpus)` and the command line. option: its name there, if it has one. feature: the one of
-    `features` that sees to it, if one does. how: further arguments of argparse.
-    """
-    return dataclasses.field(default=default, metadata={"text": text, "option": option, "feature": feature, "how": how})
+_SHOWN = {
+    "kinds": ", ".join(kinds()), "arrangements": ", ".join(ARRANGEMENTS), "networks": ", ".join(NETWORKS),
+    "oldest": "{}.{}".format(*OLDEST), "newest": "{}.{}".format(*NEWEST),
+}  # fmt: skip
+FACTS: dict[str, dict[str, str]] = {  # by the name of a setting: what settings.toml says of it
+    name: {part: words.format(**_SHOWN) for part, words in row.items()}
+    for name, row in figures.beside(__file__).items()
+}
 
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
     """The arguments of `virtual_gpus` and the options of `python -m virtual_gpus`: this list is the only one of them.
 
-    Raises ValueError or TypeError for an invalid argument.
+    What each says is in settings.toml. Raises ValueError or TypeError for an invalid argument.
     """
 
-    count: int = _setting(1, "number of GPUs", "--gpus")
+    count: int = 1
     _: dataclasses.KW_ONLY
-    memory: int | str | None = _setting(
-        None, 'memory of each GPU, in bytes or as text ("16GiB", "512 MiB"). None: the memory of the kind', "--memory"
-    )
-    kind: str = _setting("H200", f"kind of GPU: {', '.join(kinds())}", "--kind")
-    shapes_only: bool = _setting(
-        False, "keep sizes, but no values. Use it for jobs that are larger than this computer", "--shapes-only"
-    )
-    honour_visible_devices: bool = _setting(
-        True, "let CUDA_VISIBLE_DEVICES hide and reorder GPUs, as on a real machine"
-    )
-    torch_version: str | None = _setting(
-        None,
-        "the PyTorch version whose memory rules apply, as text from {}.{} to {}.{}, for example that of a cluster. "
-        "None: the installed version".format(*OLDEST, *NEWEST),
-        "--torch",
-    )
-    links: str | Sequence[Sequence[str]] | None = _setting(
-        None,
-        f"the links between the GPUs, for the modelled clock: {', '.join(ARRANGEMENTS)}, or a matrix. "
-        '`help("virtual_gpus.clock.links.arrange")` explains them and the next three. None: the links of the kind',
-        "--links",
-    )
-    hosts: int = _setting(1, "number of machines over which the GPUs are spread", "--hosts", type=int)
-    network: str = _setting("Ethernet 100", f"the network between machines: {', '.join(NETWORKS)}", "--network")
-    adapters: int = _setting(1, "network adapters of each machine", "--adapters", type=int)
-    measured: str | os.PathLike[str] | None = _setting(
-        None,
-        "a file, or a folder of files, with measured seconds of operators, which the modelled clock prefers to its "
-        'formulas: `help("virtual_gpus.clock.measured")`',
-        "--measured",
-    )
-    children: bool = _setting(
-        False,
-        "let Python programs that are started with `subprocess` have these GPUs too, and let all programs that are "
-        "started have an `nvidia-smi`. How it works and what switches it off: "
-        '`help("virtual_gpus.processes.children")`',
-        "--no-children",
-        feature="multiprocessing",
-        action="store_false",
-        help="programs that it starts have no virtual GPUs",
-    )
-    check_races: bool = _setting(
-        False,
-        "raise `virtual_gpus.RaceError` where two streams, or a stream and the host, use the same memory and nothing "
-        'orders them. `help("virtual_gpus.features.races")` says how',
-        "--check-races",
-        feature="races",
-    )
-    refuse_forks: bool = _setting(
-        False,
-        "raise CUDA's RuntimeError in a forked process whose parent has used a GPU. Without it, such a process "
-        "inherits GPUs and tensors, which no real GPU allows",
-        "--refuse-forks",
-    )
-    compile: str = _setting(
-        "eager",
-        "let the modelled clock fuse operators in code that torch.compile was called on while these GPUs were on, with "
-        '"modelled": `help("virtual_gpus.features.compile.fusion")`',
-        "--compile",
-        feature="compile",
-        choices=("eager", "modelled"),
-    )
-    rank: int | None = _setting(
-        None,
-        "with world_size: be one rank of a job of `world_size` ranks, whose other ranks do not exist. Each host of the "
-        'job has `count` GPUs. `help("virtual_gpus.features.distributed.one_rank")` says what the program sees',
-        "--as-rank",
-        feature="distributed",
-        type=int,
-    )
-    world_size: int | None = _setting(None, "number of ranks of that job", "--of", feature="distributed")
+    memory: int | str | None = None
+    kind: str = "H200"
+    shapes_only: bool = False
+    honour_visible_devices: bool = True
+    torch_version: str | None = None
+    links: str | Sequence[Sequence[str]] | None = None
+    hosts: int = 1
+    network: str = "Ethernet 100"
+    adapters: int = 1
+    measured: str | os.PathLike[str] | None = None
+    children: bool = False
+    check_races: bool = False
+    refuse_forks: bool = False
+    compile: str = "eager"
+    rank: int | None = None
+    world_size: int | None = None
 
     def __post_init__(self) -> None:
         if self.measured is not None:
@@ -150,7 +95,7 @@ class Settings:
 
 def described() -> str:
     """The settings with their texts, for a docstring."""
-    rows = [f"{field.name}: {field.metadata['text']}." for field in dataclasses.fields(Settings)]
+    rows = [f"{name}: {facts['text']}." for name, facts in FACTS.items()]
     lines = (textwrap.wrap(row, 112, subsequent_indent="    ") for row in rows)
     return "\n".join(f"    {line}" for wrapped in lines for line in wrapped)
 
@@ -158,14 +103,14 @@ def described() -> str:
 def add_options(parser: argparse.ArgumentParser, number: Callable[[str], object]) -> None:
     """The options of the command line. number: the type of --gpus and --of, which a search leaves open."""
     for field in dataclasses.fields(Settings):
-        option, how = field.metadata["option"], dict(field.metadata["how"])
-        if option in ("--gpus", "--of"):
-            how["type"] = number
-        if option is None:
-            continue
-        how.setdefault("help", f"{field.metadata['text']} (default: {field.default})")
+        facts, how = FACTS[field.name], dict[str, Any]()
+        option = facts.get("option", "")
         if field.default is False:
-            how.setdefault("action", "store_true")
+            how["action"] = "store_false" if option.startswith("--no-") else "store_true"
         else:
-            how["default"] = field.default
-        parser.add_argument(option, dest=field.name, **how)
+            given = number if option in ("--gpus", "--of") else int if field.type in (int, int | None) else None
+            choices = facts["choices"].split() if "choices" in facts else None
+            how.update(default=field.default, type=given, choices=choices)
+        text = facts.get("help", f"{facts['text']} (default: {field.default})")
+        if option:
+            parser.add_argument(option, dest=field.name, help=text, **how)

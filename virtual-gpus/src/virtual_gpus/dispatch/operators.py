@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch._library.custom_ops import OPDEFS
+from torch.utils._pytree import tree_map_only
 
 from virtual_gpus import errors
 from virtual_gpus.clock.cost import READS_AND_WRITES, OperatorClass, Parts
@@ -273,7 +274,7 @@ class OpCall:
         if op.takes_generator and not has_generator:
             return self._draw()
         if self.gpu.machine.shapes_only and op.keeps_answers:
-            return known.ask(op, self._run, self.args, self.kwargs, op.by_element, op.in_place)
+            return known.ask(op, self._run_on_shapes, self.args, self.kwargs, op.by_element, op.in_place)
         return self._run()
 
     def place(self, result: Any) -> Any:
@@ -325,6 +326,21 @@ class OpCall:
         elements = result.numel() if isinstance(result, torch.Tensor) else 1
         count_draws(generator, elements, gpu.spec.multi_processor_count * gpu.spec.threads)
         return result
+
+    def _run_on_shapes(self) -> Any:
+        """What the kernel answers without values. Raises what it says of types: if they differ, it is asked on the CPU
+        first, with few numbers, since many of PyTorch's functions for tensors without values do not compare types."""
+        given = self.args, self.kwargs
+        if len({tensor.dtype for tensor in self.tensors}) > 1 and torch.Tag.nondeterministic_seeded not in self.op.tags:
+            few = tree_map_only(_Tensor, lambda x: x.new_zeros([min(n, 4) for n in x.shape], device="cpu"), given)
+            self.args, self.kwargs = few
+            try:
+                self._run()
+            except Exception as error:
+                if "type" in str(error):
+                    raise
+            self.args, self.kwargs = given
+        return self._run()
 
     def _run(self) -> Any:
         """What the kernel computes of the arguments."""

@@ -77,7 +77,7 @@ def start(machine: VirtualMachine) -> None:
     """The GPUs of a machine are about to go on. Raises ValueError for a setting whose feature is not there."""
     names = {module.__name__ for module in MODULES}
     for field in dataclasses.fields(machine.settings):
-        feature, value = field.metadata["feature"], getattr(machine.settings, field.name)
+        feature, value = settings.FACTS[field.name].get("feature"), getattr(machine.settings, field.name)
         if feature is not None and value != field.default and f"{__name__}.{feature}" not in names:
             raise ValueError(f"{field.name}={value!r} needs the feature {feature!r}, which is not in {__path__[0]}.")
     for start in _offered("start"):

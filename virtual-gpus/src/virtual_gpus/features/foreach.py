@@ -5,9 +5,9 @@ Element i of a list stays on its own GPU. PyTorch groups by what C++ calls a dev
 
 import sys
 from collections.abc import Sequence
-from itertools import chain
+from itertools import chain, compress
 from math import ceil, inf, prod
-from operator import mul
+from operator import attrgetter, methodcaller, mul
 from typing import Any
 
 import torch
@@ -21,29 +21,49 @@ from virtual_gpus.dispatch import timing, valueless
 from virtual_gpus.dispatch.copies import lie_alike
 from virtual_gpus.dispatch.operators import OpCall, Row
 from virtual_gpus.dispatch.routes import on_host
+from virtual_gpus.entrance import entrance
 from virtual_gpus.machine import VirtualGPU
 from virtual_gpus.patches.table import Patch
 from virtual_gpus.placement.storages import device_of, gpu_of, place, place_all, tensors_in
 
 _CHUNK, _CHUNKS = 65536, 320  # elements, and chunks of a launch (aten/src/ATen/native/cuda/MultiTensorApply.cuh)
 _FITTED = figures.beside(__file__)["lists"]
+_storage, _gpu = methodcaller("untyped_storage"), attrgetter("_record.gpu")
 _elements, _itemsize = torch.Tensor.numel, torch.Tensor.element_size
 _raw_group = torch.utils._foreach_utils._group_tensors_by_device_and_dtype
 _Groups = dict[tuple[torch.device, torch.dtype], tuple[TensorListList, Indices]]
 
 
+@entrance
 def _group_tensors_by_device_and_dtype(tensorlistlist: TensorListList, with_indices: bool = False) -> _Groups:
-    """PyTorch's grouping, split by virtual GPU: for C++, all tensors are on one CPU."""
+    """PyTorch's grouping, split by virtual GPU: for C++, all tensors are on one CPU. Raises RuntimeError as it does if
+    tensors of the same index are on different devices (aten/src/ATen/native/ForeachUtils.h)."""
     groups: _Groups = {}
     for (_, dtype), (lists, indices) in _raw_group(tensorlistlist, True).items():
-        for row, leader in enumerate(lists[0]):
-            assert leader is not None  # only the further lists may have gaps
-            columns, numbers = groups.setdefault((device_of(leader), dtype), ([[] for _ in lists], []))
-            for column, whole in zip(columns, lists, strict=False):
-                if whole:
-                    column.append(whole[row])
-            numbers.append(indices[row])
-    return {key: (lists, indices if with_indices else []) for key, (lists, indices) in groups.items()}
+        gpus = _gpus_of(lists[0])
+        for tensors in filter(None, lists[1:]):
+            if _gpus_of(tensors) != gpus and any(map(_are_apart, lists[0], tensors)):
+                _raw_group([[torch.empty(0)], [torch.empty(0, dtype=torch.bool)]])  # PyTorch words its own error
+        places = gpus if len(set(gpus)) == 1 and gpus[0] else list(map(device_of, lists[0]))
+        for shared in dict.fromkeys(places):
+            is_there = [where == shared for where in places]
+            columns = [list(compress(tensors, is_there)) for tensors in lists]
+            groups[device_of(columns[0][0]), dtype] = columns, list(compress(indices, is_there)) if with_indices else []
+    return groups
+
+
+def _gpus_of(tensors: Sequence[torch.Tensor | None]) -> list[VirtualGPU | None]:
+    """The GPU of each, asked without a call into Python. Empty if one has no storage of its own."""
+    try:
+        return list(map(_gpu, map(_storage, tensors)))
+    except (AttributeError, NotImplementedError, RuntimeError):  # None; sparse ones
+        return []
+
+
+def _are_apart(leader: Any, tensor: torch.Tensor | None) -> bool:
+    """True for tensors on different devices, except a number of steps, in fp32 or fp64, on the CPU."""
+    is_allowed = tensor is None or (tensor.dtype in (torch.float32, torch.float64) and gpu_of(tensor) is None)
+    return not is_allowed and device_of(tensor) != device_of(leader)
 
 
 def run(call: OpCall) -> Any:

@@ -16,7 +16,7 @@ from virtual_gpus.dispatch.operators import OpCall, Row
 from virtual_gpus.dispatch.recipes import channels_first, channels_first_copy, not_deterministic, packed_copies
 from virtual_gpus.dispatch.timing import charge_read
 from virtual_gpus.placement.storages import StorageAllocation, nbytes, put
-from virtual_gpus.threads import below
+from virtual_gpus.threads import below, seen
 
 _FITTED = figures.beside(__file__)
 # Rows that are sorted in shared memory; that fill a GPU one by one; so many that all are segments (SortStable.cu).
@@ -100,15 +100,32 @@ def multinomial(call: OpCall) -> torch.Tensor:
     return call.run(size, size * number // max(1, call["self"].shape[-1]) if number > 1 else 0)
 
 
+def bincount(call: OpCall) -> torch.Tensor:
+    """Of weights as doubles, if not floats. The host reads the smallest and the largest number (cuda/SummaryOps.cu)."""
+    tensor, weights = call["self"], call["weights"]
+    with seen():
+        if weights is not None and weights.dtype != torch.float32:
+            weights = weights.double()  # kept until the end
+        if tensor.numel():
+            for extreme in (torch.max,) if tensor.dtype == torch.uint8 else (torch.min, torch.max):
+                extreme(tensor).item()
+    return call.run()
+
+
 def histc(call: OpCall) -> torch.Tensor:
-    """CUDA's kernel takes integers as well, and the CPU's does not (aten/src/ATen/native/cuda/SummaryOps.cu)."""
+    """CUDA's kernel takes integers as well, and the CPU's does not. If no range is given, the host reads the smallest
+    and the largest number, after the result has its memory (aten/src/ATen/native/cuda/SummaryOps.cu)."""
     x = call["self"]
-    if call["min"] == call["max"]:
-        charge_read(call)  # for the smallest and the largest number
     if x.is_floating_point():
-        return call.run()
-    with below():
-        return call.place(torch.histc(x.double(), call["bins"], call["min"], call["max"]).to(x.dtype))
+        result = call.run()
+    else:
+        with below():
+            result = call.place(torch.histc(x.double(), call["bins"], call["min"], call["max"]).to(x.dtype))
+    if call["min"] == call["max"] and x.numel():
+        with seen():
+            x.aminmax()
+        charge_read(call)
+    return result
 
 
 def nonzero(call: OpCall) -> torch.Tensor:
@@ -151,6 +168,6 @@ OPERATORS = {
     "nonzero": Row(_FINDS, nonzero),
     "unique_consecutive": Row(_FINDS, unique),
     "multinomial": Row(moves(**_FITTED["multinomial"]), multinomial),
-    "bincount": Row(READS_AND_WRITES, check=_BINCOUNT),
+    "bincount": Row(READS_AND_WRITES, bincount, _BINCOUNT, waits=True),
     "histc": Row(READS_AND_WRITES, histc, _HISTC),
 }

@@ -43,8 +43,8 @@ def _broadcast_coalesced(tensors: list[torch.Tensor], devices: list[int], buffer
     # C++ sends an UninitializedParameter, whose methods raise, like any other. DataParallel refuses it afterwards.
     tensors = [tensor.data if is_lazy(tensor) else tensor for tensor in tensors]
     gpus = [gpu_at(device) for device in devices]
-    same = all(gpu_of(tensor) is gpus[0] for tensor in tensors)
-    _check(same, f"All tensors must be on devices[0]: {devices[0]}")
+    if any(gpu_of(tensor) is not gpus[0] for tensor in tensors):
+        raise RuntimeError(f"All tensors must be on devices[0]: {devices[0]}")
     copies: list[dict[int, torch.Tensor]] = [{} for _ in gpus[1:]]
     for chunk in _chunks([t for t in tensors if not t.is_sparse], buffer_size):
         for by_id, pieces in zip(copies, _sent(chunk, gpus[1:]), strict=True):
@@ -91,11 +91,11 @@ def _scatter(
     tensor: torch.Tensor, devices: Sequence[int], chunk_sizes: Any = None, dim: int = 0, streams: Any = None
 ) -> list[torch.Tensor]:
     """Pieces of `tensor` along `dim`, one per device; a piece that is on its GPU already is not copied."""
-    _check(
-        chunk_sizes is None or len(chunk_sizes) == len(devices),
-        "Expected devices and chunk_sizes to be of same length, but got "
-        f"len(devices) = {len(devices)} and len(chunk_sizes) = {len(chunk_sizes or ())}",
-    )
+    if chunk_sizes is not None and len(chunk_sizes) != len(devices):
+        raise RuntimeError(
+            "Expected devices and chunk_sizes to be of same length, but got "
+            f"len(devices) = {len(devices)} and len(chunk_sizes) = {len(chunk_sizes)}"
+        )
     gpus = [gpu_at(device) for device in devices]
     pieces = tensor.chunk(len(gpus), dim) if chunk_sizes is None else tensor.split_with_sizes(list(chunk_sizes), dim)
     scattered = list[torch.Tensor]()
@@ -116,16 +116,14 @@ def _gather(tensors: Sequence[torch.Tensor], dim: int, destination: int | None =
     size = list(tensors[0].shape)
     size[dim] = sum(tensor.size(dim) for tensor in tensors)
     for index, tensor in enumerate(tensors):
-        _check(
-            gpu_of(tensor) is not None,
-            f"Expected all input tensors to be CUDA tensors, but tensor at index {index} has device {tensor.device}",
-        )
+        if gpu_of(tensor) is None:
+            where = f"tensor at index {index} has device {tensor.device}"
+            raise RuntimeError(f"Expected all input tensors to be CUDA tensors, but {where}")
         expected = size.copy()
         expected[dim] = tensor.size(dim)
-        _check(
-            list(tensor.shape) == expected,
-            f"Input tensor at index {index} has invalid shape {list(tensor.shape)}, but expected {expected}",
-        )
+        if list(tensor.shape) != expected:
+            found = f"Input tensor at index {index} has invalid shape {list(tensor.shape)}"
+            raise RuntimeError(f"{found}, but expected {expected}")
     device = torch.device("cpu" if destination == -1 else "cuda" if destination is None else f"cuda:{destination}")
     last = all(t.dim() == 4 and t.is_contiguous(memory_format=torch.channels_last) for t in tensors)
     only_last = last and not all(t.is_contiguous() for t in tensors)
@@ -134,12 +132,6 @@ def _gather(tensors: Sequence[torch.Tensor], dim: int, destination: int | None =
     for piece, tensor in zip(out.split_with_sizes([t.size(dim) for t in tensors], dim), tensors, strict=True):
         piece.copy_(tensor)
     return out
-
-
-def _check(holds: bool, words: str) -> None:
-    """TORCH_CHECK."""
-    if not holds:
-        raise RuntimeError(words)
 
 
 def patches() -> list[Patch]:

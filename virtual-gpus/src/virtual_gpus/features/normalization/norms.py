@@ -18,6 +18,7 @@ from virtual_gpus.dispatch.recipes import packed_copies
 from virtual_gpus.placement.storages import StorageAllocation
 
 _FITTED = figures.beside(__file__)
+_Mask, _Kernels = tuple[bool, ...], tuple[bool, bool, bool]  # the gradients that are wanted; see `choose`
 _MANY_ROWS = 64 * 1024
 # MAX_BLOCK_SIZE, ELEMENTS_PER_THREAD, OPTIMAL_TILE_W, MAX_H_BLOCK of channels-last kernels; the fewest blocks that pay
 _LAST_BLOCK, _ELEMENTS_PER_THREAD, _TILE_WIDTH, _MOST_BLOCKS, _LEAST_BLOCKS = 512, 16, 32, 128, 8
@@ -61,11 +62,12 @@ def layer_norm_backward(call: OpCall) -> tuple[torch.Tensor, ...]:
 def group_norm(call: OpCall) -> tuple[torch.Tensor, ...]:
     """A scale and a shift per sample and channel, in float. Only the CPU takes parameters in float for halves."""
     scale = shift = call["N"] * call["C"] * 4
+    tensor, *parameters = call.args[:3]
+    for parameter in parameters:
+        if parameter is not None and parameter.dtype is not tensor.dtype and call["N"] and tensor.is_floating_point():
+            raise errors.other_scalar_type(tensor, parameter)
     with call.scratch(scale, shift, *packed_copies(call, ("input",))):
-        result = call.run()
-    if result[1].dtype is not result[0].dtype and call["N"]:
-        raise errors.other_scalar_type(*result[:2])
-    return result
+        return call.run()
 
 
 def group_norm_backward(call: OpCall) -> tuple[torch.Tensor, ...]:
@@ -76,9 +78,7 @@ def group_norm_backward(call: OpCall) -> tuple[torch.Tensor, ...]:
 
 
 @lru_cache(maxsize=4096)
-def choose(
-    images: Operand, weight: int, bf16: bool, cudnn: bool, training: bool, mask: tuple[bool, ...]
-) -> tuple[bool, bool, bool]:
+def choose(images: Operand, weight: int, bf16: bool, cudnn: bool, training: bool, mask: _Mask) -> _Kernels:
     """What CUDA takes for a batch norm: cuDNN, or PyTorch's own kernels; those for channels that lie together, or not;
     those that add up over a channel, or not. `_select_batch_norm_backend` (aten/src/ATen/native/Normalization.cpp)
     decides about the first, cuda/Normalization.cu about the others.
@@ -91,6 +91,17 @@ def choose(
     return on_cudnn, images.channels_last if on_cudnn else _lies_last(images), training or any(mask[1:])
 
 
+def _choose_for(tensor: torch.Tensor, weight: torch.Tensor | None, training: bool, mask: _Mask = ()) -> _Kernels:
+    images, size = Operand(tensor.shape, tensor.itemsize, tensor.stride()), 0 if weight is None else weight.itemsize
+    return choose(images, size, tensor.dtype == torch.bfloat16, torch._C._get_cudnn_enabled(), training, mask)
+
+
+def batch_norm_elsewhere(call: OpCall, name: str, common: torch.device, device: torch.device) -> RuntimeError | None:
+    """An argument elsewhere than the images: cuDNN's operator, if it is taken, refuses it as PyTorch's own does."""
+    on_cudnn = common.type == "cuda" and _choose_for(call["input"], call["weight"], call["training"])[0]
+    return errors.argument_elsewhere("cudnn_batch_norm", name, device, common) if on_cudnn else None
+
+
 def _lies_last(images: Operand) -> bool:
     """As `batch_norm_use_channels_last_kernels` asks: (N, C) and single pixels too, which cuDNN takes for plain."""
     return images.channels_last or (images.strides[1] == 1 == prod(images.shape[2:]) and images.nbytes > 0)
@@ -100,11 +111,9 @@ def batch_norm(call: OpCall) -> tuple[torch.Tensor, ...]:
     """And backward. cuDNN wants a packed gradient; kernels for channels that lie together take partial sums."""
     tensor, weight, backward = call["input"], call["weight"], "train" in call.op.positions
     training, mask = (call["train"], tuple(call["output_mask"])) if backward else (call["training"], ())
-    images, size = Operand(tensor.shape, tensor.itemsize, tensor.stride()), 0 if weight is None else weight.itemsize
-    settings = tensor.dtype == torch.bfloat16, torch._C._get_cudnn_enabled(), training, mask
-    on_cudnn, last, adds = choose(images, size, *settings)
+    on_cudnn, last, adds = _choose_for(tensor, weight, training, mask)
     # In evaluation cuDNN keeps no statistics, PyTorch's kernels do.
-    kept_by_cudnn = size if training else 0
+    kept_by_cudnn = weight.itemsize if training and weight is not None else 0
     kept = tensor.shape[1] * (kept_by_cudnn if on_cudnn else max(4, tensor.itemsize))
     run = call.run if backward else partial(_with_statistics, call, kept)
     if last and adds and not on_cudnn:
@@ -160,14 +169,13 @@ def _group_norm_cost(operation: Operation) -> Cost:
     return Cost(fitted["floor"] * operation.kernel + operation.reading(images, busy) + operation.reading(2 * images), 2)
 
 
-LAYER_NORM, LAYER_NORM_BACKWARD = moves(**_FITTED["layer_norm"]), moves(**_FITTED["layer_norm_backward"])
 _FORWARD = OperatorClass(_batch_norm_cost, depends_on_strides=True, arguments=("weight", "training"))
 _BACKWARD = _FORWARD._replace(arguments=("weight", "train", "output_mask"))
 OPERATORS = {
-    "native_layer_norm": Row(LAYER_NORM, layer_norm),
-    "native_layer_norm_backward": Row(LAYER_NORM_BACKWARD, layer_norm_backward),
+    "native_layer_norm": Row(moves(**_FITTED["layer_norm"]), layer_norm),
+    "native_layer_norm_backward": Row(moves(**_FITTED["layer_norm_backward"]), layer_norm_backward),
     "native_group_norm": Row(OperatorClass(_group_norm_cost), group_norm),
     "native_group_norm_backward": Row(moves(**_FITTED["group_norm_backward"]), group_norm_backward),
-    "native_batch_norm": Row(_FORWARD, batch_norm),
+    "native_batch_norm": Row(_FORWARD, batch_norm, mixture=batch_norm_elsewhere),
     "native_batch_norm_backward": Row(_BACKWARD, batch_norm),
 }

@@ -7,13 +7,11 @@ from typing import Any
 
 import torch
 
-from virtual_gpus.clock.cost import OperatorClass
-from virtual_gpus.clock.work import Cost, Operation
 from virtual_gpus.dispatch import known
 from virtual_gpus.dispatch.mixed_devices import require_one_device
+from virtual_gpus.dispatch.operators import cost
 from virtual_gpus.dispatch.timing import launch, operands
 from virtual_gpus.entrance import entrance
-from virtual_gpus.features.normalization.norms import LAYER_NORM, LAYER_NORM_BACKWARD
 from virtual_gpus.machine import VirtualGPU
 from virtual_gpus.patches.table import Patch
 from virtual_gpus.placement.storages import gpu_of, is_wrapper, nbytes, place_all, scratch
@@ -34,7 +32,14 @@ class RMSNorm(torch.autograd.Function):
         """(..., *shape) -> the same; numbers as the CPU's composite operator gives them."""
         result, rstd = _below(gpu, _normalized, input, weight, shape, eps)
         place_all(result, gpu)
-        launch(gpu, "native_layer_norm", _cost(LAYER_NORM, gpu, [input], result), [input], trains, [result])
+        launch(
+            gpu,
+            "native_layer_norm",
+            cost("native_layer_norm", operands([input]), operands([result]), gpu.spec),
+            [input],
+            trains,
+            [result],
+        )
         place_all(rstd, gpu)
         ctx.save_for_backward(input, weight, rstd)
         ctx.shape, ctx.eps = shape, eps
@@ -61,13 +66,9 @@ def _backward(input: Tensor, weight: Maybe, shape: Shape, eps: Eps, gradient: Te
         gradients = _below(gpu, _gradients, input, weight, shape, eps, gradient)
         place_all(gradients, gpu)
         given = [input, gradient]
-        launch(gpu, "native_layer_norm_backward", _cost(LAYER_NORM_BACKWARD, gpu, given, input), given)
+        charge = cost("native_layer_norm_backward", operands(given), operands([input]), gpu.spec)
+        launch(gpu, "native_layer_norm_backward", charge, given)
     return gradients
-
-
-def _cost(layer_norm: OperatorClass, gpu: VirtualGPU, reads: list[Tensor], writes: Tensor) -> Cost:
-    """That of layer norm."""
-    return layer_norm.formula(Operation("native_layer_norm", operands(reads), operands([writes]), gpu.spec))
 
 
 def _below(gpu: VirtualGPU, function: Any, *args: Any) -> Any:

@@ -90,8 +90,9 @@ def type_(self: torch.Tensor, dtype: Any = None, non_blocking: bool = False, **k
     if gpu_as_seen(self) is None and not is_cuda_type(dtype):
         return _raw.type(self) if dtype is None else _raw.type(self, dtype, non_blocking=non_blocking, **kwargs)
     if dtype is None:
-        name = _raw.type(self)  # under a function mode, such as a default device, PyTorch asks this function again
-        return name if name.startswith("torch.cuda.") else name.replace("torch.", "torch.cuda.", 1)
+        # Under a function mode, such as a default device, PyTorch asks this function again.
+        name = _raw.type(self).removeprefix("torch.").removeprefix("cuda.").removeprefix("meta.")
+        return f"torch.cuda.{name}"
     if not isinstance(dtype, torch.dtype):
         dtype, on_gpu = parse_type(dtype)
         device = "cpu" if not on_gpu else "cuda" if gpu_as_seen(self) is None else self.device
