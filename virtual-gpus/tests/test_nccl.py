@@ -212,5 +212,5 @@ def test_a_group_of_a_python_class_works_and_what_it_inherits_has_no_backend():
 def test_collectives_are_known_by_their_namespace_and_not_by_an_underscore():
     ops = [torch.ops.c10d.allgather_, torch.ops.c10d._allgather_base_, torch.ops._c10d_functional.all_reduce]
     found = [operator(op.default) for op in ops]
-    assert [(op.kind, op.crosses) for op in found] == [("collective", False)] * 3
+    assert [(op.kind, op.row.crosses) for op in found] == [("collective", False)] * 3
     assert operator(torch.ops.aten._foreach_add.List).kind == "list"

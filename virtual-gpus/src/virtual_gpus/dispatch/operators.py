@@ -120,7 +120,6 @@ class Operator:
         self.names = [a.name for a in schema.arguments]
         self.positions = {name: position for position, name in enumerate(self.names)}
         self._schema, self._defaults = schema, dict[str, Any]()
-        self.crosses = self.row.crosses
         self.written = {a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write}
         self.outputs = [a.name for a in schema.arguments if a.kwarg_only and a.name in self.written]  # `out=`
         self.changes_size = "resize" in self.base or self.base == "set_" or bool(self.outputs)
@@ -145,7 +144,7 @@ class Operator:
             takes = [a for a in arguments if "Tensor" in str(a.type)]
             self.takes_first = max((self.names.index(a.name) + 1 for a in takes if not a.kwarg_only), default=0)
             self.takes_by_name = any(a.kwarg_only for a in takes)
-            moves = self.is_view or self.crosses or self.changes_size or torch.Tag.inplace_view in self.tags
+            moves = self.is_view or self.row.crosses or self.changes_size or torch.Tag.inplace_view in self.tags
             self.keeps_answers = bool(takes) and not moves
         takes_lists = self.row.by_element and any(str(a.type) == "List[Tensor]" for a in arguments)
         self.by_element = takes_lists or func.namespace in KINDS
@@ -168,7 +167,7 @@ class Operator:
             return "factory"
         if self.by_element:
             return KINDS.get(self.func.namespace, "list")
-        if self.crosses:
+        if self.row.crosses:
             return "crossing"
         return "particular" if self.check or self.needs_values or self.changes_size else "ordinary"
 

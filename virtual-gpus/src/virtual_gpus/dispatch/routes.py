@@ -86,7 +86,7 @@ def on_host(call: OpCall) -> Any:
     if isinstance(result, torch.Tensor):
         site, sized = call.site, [tensor for tensor in call.tensors if tensor.dim()] or call.tensors
         sites = {storage._record.creation_site for tensor in sized for storage in storages(tensor)}
-        if None in sites and not call.op.crosses:
+        if None in sites and not call.op.row.crosses:
             forget_creation_site(result)  # of a helper into which a tensor of the program went, so it was on the CPU
         elif None not in sites and (site in sites or (sites and this_thread.in_backward)):
             record_creation_site(result, site)

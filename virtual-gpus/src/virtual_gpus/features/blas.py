@@ -194,7 +194,7 @@ def _refuse_types(call: OpCall, kernel: str, first: torch.Tensor, second: torch.
 
 
 def addmm(call: OpCall) -> torch.Tensor:
-    """With a bias vector the product goes through cublasLt."""
+    """The product goes through cublasLt if it has a bias vector."""
     lt = _handles.of(call.gpu).lt_is_on and _has_lt_bias(call)
     return with_workspace(call, kernel="addmm_cuda", where=slice(1, 3), lt=lt)
 

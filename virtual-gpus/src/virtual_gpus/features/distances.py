@@ -13,7 +13,7 @@ from virtual_gpus.threads import seen
 
 
 def euclidean(call: OpCall) -> torch.Tensor:
-    """By its parts: a product of the vectors, their squares and ones."""
+    """CUDA runs several operators: the distances come from a product of the vectors, their squares and ones."""
     if call.op.outputs:
         return call.run()
     one, other = call["x1"], call["x2"]

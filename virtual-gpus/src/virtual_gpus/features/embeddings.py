@@ -41,7 +41,7 @@ def embedding_backward(call: OpCall) -> torch.Tensor:
 
 
 def embedding_bag(call: OpCall) -> tuple[torch.Tensor, ...]:
-    """A size of each bag, a bag of each index, the results, and where the largest were."""
+    """CUDA makes the size of each bag, the bag of each index, the result, and where the largest were, in this order."""
     result = output, bags, sizes, largest = call.compute()
     size = max(call["indices"].itemsize, call["offsets"].itemsize)
     put(sizes, StorageAllocation(call.gpu, call["offsets"].numel() * size))

@@ -71,7 +71,7 @@ def run(call: OpCall) -> Any:
     op = call.op
     if call.gpu is None:
         return on_host(call)
-    if op.crosses and not _is_one_kernel(call):
+    if op.row.crosses and not _is_one_kernel(call):
         return _copy_pairs(call)
     columns, gpus = _columns(call)
     if not call.on_one_gpu:

@@ -28,7 +28,7 @@ _raw_one_hot = torch._C._nn.one_hot
 
 
 def index(call: OpCall) -> torch.Tensor:
-    """The copies of indices come before the result."""
+    """CUDA makes copies of the indices before the result."""
     with call.scratch(*_make_indices(call)):
         return call.run()
 
@@ -60,7 +60,7 @@ def masked_scatter(call: OpCall) -> torch.Tensor:
 
 
 def repeat_interleave(call: OpCall) -> torch.Tensor:
-    """Where each element's copies end comes first (aten/src/ATen/native/Repeat.h)."""
+    """CUDA first computes where the copies of each element end (aten/src/ATen/native/Repeat.h)."""
     with call.scratch(8 * call["repeats"].numel()):
         return call.run()
 
@@ -99,7 +99,7 @@ def _are_integers(call: OpCall) -> bool:
 
 
 def masked_select(call: OpCall) -> torch.Tensor:
-    """As indexing by the mask (cuda/IndexKernel.cpp)."""
+    """CUDA runs it as indexing by the mask (cuda/IndexKernel.cpp)."""
     if call["mask"].dtype != torch.bool:
         return call.run()
     shape = torch._C._infer_size(call["mask"].shape, call["self"].shape) or (1,)
@@ -141,7 +141,7 @@ def _writes(nbytes: Bytes, *arguments: str) -> OperatorClass:
 
 
 def _number_of(indices: Parts) -> int:
-    """What they broadcast to."""
+    """The number of elements that the indices broadcast to."""
     return prod(map(max, zip_longest(*(index.shape[::-1] for index in indices), fillvalue=1)))
 
 
@@ -157,15 +157,14 @@ def _put_bytes(operation: Operation) -> int:
 
 def _put_cost(operation: Operation) -> Cost:
     """If values are added up, the indices are sorted first, together with the position of each."""
-    writes = _WRITES_NAMED.formula(operation)
-    if not operation.arguments["accumulate"]:
-        return writes
-    sorts = _SORTS.formula(operation)
-    return Cost(writes.seconds + sorts.seconds, writes.kernels + sorts.kernels)
+    parts = [_WRITES_NAMED.formula(operation)]
+    if operation.arguments["accumulate"]:
+        parts.append(_SORTS.formula(operation))
+    return Cost(sum(part.seconds for part in parts), sum(part.kernels for part in parts))
 
 
 def _scattered_bytes(operation: Operation) -> int:
-    """One by one, by the indices, perhaps from a source and what was there."""
+    """For each index, CUDA reads it, perhaps a source and the value that was there, and writes one value."""
     target, index, *source = operation.inputs
     passes = 1 + len(source) + any(map(operation.arguments.get, ("reduce", "accumulate")))
     return prod(index.shape) * (index.itemsize + target.itemsize * passes)

@@ -191,7 +191,7 @@ class RaceChecker(Follower[VirtualGPU]):
     def follow(self, call: OpCall) -> Any:
         """Run an operator, after a look at what it reads and writes. Raises RaceError."""
         op = call.op
-        if _has_no_access(op) or (op.crosses and not call.on_one_gpu):  # `copy` is told
+        if _has_no_access(op) or (op.row.crosses and not call.on_one_gpu):  # `copy` is told
             return op.route(call)
         works = _IssuedByGPU(self._order, op.base)
         written = {id(tensor) for name, tensor in call.named_tensors() if name in op.written} if op.written else ()

@@ -72,20 +72,20 @@ def scan(call: OpCall) -> torch.Tensor:
 
 
 def count_nonzero(call: OpCall) -> torch.Tensor:
-    """By its parts (count_nonzero_cuda in TensorAdvancedIndexing.cpp)."""
+    """CUDA runs it as several operators (count_nonzero_cuda in TensorAdvancedIndexing.cpp)."""
     with seen():
         tensor = call["self"]
         return torch.sum(tensor if tensor.dtype == torch.bool else tensor != 0, call["dim"], **call.kwargs)
 
 
 def trace(call: OpCall) -> torch.Tensor:
-    """Of the diagonal alone (cuda/TriangularOps.cu)."""
+    """CUDA adds up a view of the diagonal (cuda/TriangularOps.cu)."""
     with seen():
         return call["self"].diagonal().sum() if not call.op.outputs else call.run()
 
 
 def logsumexp(call: OpCall) -> torch.Tensor:
-    """By its parts (ReduceOps.cpp), of which one is as large as the tensor."""
+    """CUDA runs it as several operators (ReduceOps.cpp). One result is as large as the tensor."""
     tensor, dims, keepdim = call["self"], call["dim"], call["keepdim"]
     if not tensor.numel():
         return call.run()
@@ -99,7 +99,7 @@ def logsumexp(call: OpCall) -> torch.Tensor:
 
 
 def compared(elements: Callable[..., torch.Tensor], call: OpCall) -> bool:
-    """By its parts (cuda/Equal.cpp, TensorCompare.cpp). `equal` knows other shapes, and the same tensor, without."""
+    """CUDA runs several operators (Equal.cpp, TensorCompare.cpp). `equal` needs none for other shapes or one tensor."""
     one, other = call.args[:2]
     if call.op.base == "equal" and (one.shape != other.shape or one.is_set_to(other)):
         return call.run()

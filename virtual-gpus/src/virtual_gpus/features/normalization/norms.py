@@ -103,7 +103,7 @@ def batch_norm_elsewhere(call: OpCall, name: str, common: torch.device, device: 
 
 
 def _lies_last(images: Operand) -> bool:
-    """As `batch_norm_use_channels_last_kernels` asks: (N, C) and single pixels too, which cuDNN takes for plain."""
+    """True for (N, C) and single pixels too, unlike cuDNN's rule (`batch_norm_use_channels_last_kernels`)."""
     return images.channels_last or (images.strides[1] == 1 == prod(images.shape[2:]) and images.nbytes > 0)
 
 

@@ -80,13 +80,13 @@ def _below(gpu: VirtualGPU, function: Any, *args: Any) -> Any:
 
 
 def _normalized(input: Tensor, weight: Maybe, shape: Shape, eps: Eps) -> tuple[Tensor, Tensor]:
-    """By the CPU's operator, and room for what the fused kernel keeps."""
+    """The result of the CPU's operator, and an empty tensor for what the fused kernel keeps."""
     result = _raw_rms_norm(input.detach(), shape, None if weight is None else weight.detach(), eps)
     return result, torch.empty(input.numel() // max(1, torch.Size(shape).numel()), device=result.device)
 
 
 def _gradients(input: Tensor, weight: Maybe, shape: Shape, eps: Eps, gradient: Tensor) -> tuple[Tensor, Maybe]:
-    """Those of the CPU's operator."""
+    """The gradients of the CPU's operator."""
     with torch.enable_grad():
         x, w = input.detach().requires_grad_(), None if weight is None else weight.detach().requires_grad_()
         gradients = torch.autograd.grad(_raw_rms_norm(x, shape, w, eps), [x] if w is None else [x, w], gradient)

@@ -109,7 +109,7 @@ def workspace_bytes(net: Network, small: bool, training: bool = True) -> int:
 
 
 def cost(net: Network, spec: GPUSpec, backward: bool) -> Cost:
-    """Of a forward or backward pass: products of all inputs at once, then step by step."""
+    """The cost of a forward or backward pass: one product of all inputs, then one for each step."""
     fitted, rows, steps = _TIME["backward" if backward else "forward"], net.gates * net.hidden, net.time * net.inner
     precision = FORMATS[net.itemsize]
     flops = 2 * net.batch * rows * net.output * fitted["products"]
