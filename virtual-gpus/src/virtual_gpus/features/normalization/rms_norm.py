@@ -32,14 +32,8 @@ class RMSNorm(torch.autograd.Function):
         """(..., *shape) -> the same; numbers as the CPU's composite operator gives them."""
         result, rstd = _below(gpu, _normalized, input, weight, shape, eps)
         place_all(result, gpu)
-        launch(
-            gpu,
-            "native_layer_norm",
-            cost("native_layer_norm", operands([input]), operands([result]), gpu.spec),
-            [input],
-            trains,
-            [result],
-        )
+        charge = cost("native_layer_norm", operands([input]), operands([result]), gpu.spec)
+        launch(gpu, "native_layer_norm", charge, [input], trains, [result])
         place_all(rstd, gpu)
         ctx.save_for_backward(input, weight, rstd)
         ctx.shape, ctx.eps = shape, eps
