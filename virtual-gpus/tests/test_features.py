@@ -98,6 +98,8 @@ def test_tests_of_a_feature_are_named_and_go_with_it():
     there = {path.name for path in TESTS.glob("test_*.py")}
     assert ABOUT.keys() == FEATURES and all(names & there for names in ABOUT.values())
     assert {name for names in TOLD["tests"].values() for name in names} <= there
+    rows = *table("errors_of_cuda").values(), *table("programs").values(), table("functional_collectives")
+    assert set().union(*rows) <= ABOUT.keys() | BASE
     for path in TESTS.glob("test_*.py"):
         imported = re.findall(r"(?m)^from virtual_gpus\.features(?:\.| import )(\w+)", path.read_text("utf-8"))
         assert {*imported} - BASE <= {name for name in ABOUT if path.name in ABOUT[name]}, path.name
