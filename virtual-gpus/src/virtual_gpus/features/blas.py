@@ -100,7 +100,7 @@ def product(
     aligned: bool = True, parts: int = 1
 ) -> tuple[float, int]:  # fmt: skip
     """(seconds, kernels) of `batch` products of (m, k) and (k, n). aligned: all rows begin at multiples of 16 bytes.
-    parts: of a number. Two complex ones take four products, for two parts."""
+    parts: 2 for complex numbers, whose product is four products of their parts, and 1 for others."""
     if not m * n * k * batch:
         return 0.0, 0
     seconds, kernels = in_tiles(spec, m, parts * n, parts * k, batch, precision, with_bias)
@@ -129,8 +129,7 @@ def in_tiles(
             seconds += start if split == 1 else start + _PRODUCTS["add_up"] * reached.kernel
             if seconds < best[0]:
                 best = seconds, 1 if split == 1 else 2
-    seconds, kernels = best
-    return seconds * _PRODUCTS["with_bias"] if with_bias and not cores else seconds, kernels
+    return best[0] * (_PRODUCTS["with_bias"] if with_bias and not cores else 1), best[1]
 
 
 # ---- operators ------------------------------------------------------------------------------------------------------

@@ -29,11 +29,9 @@ def _sort_buffers(tensor: torch.Tensor, dim: int) -> list[int]:
     length, numbers, positions = tensor.shape[dim], tensor.nbytes, 8 * tensor.numel()
     if length <= _SHORT:
         return [8 * length]
-    packed = list[int]()
+    packed = [] if torch.ops.aten.is_non_overlapping_and_dense(tensor) else [numbers]
     if tensor.stride(dim) > 1:
         packed = [numbers, numbers, positions]
-    elif not torch.ops.aten.is_non_overlapping_and_dense(tensor):
-        packed = [numbers]
     if positions == 8 * length or length >= _LONG:  # row by row
         return [*packed, 8 * length, length * (tensor.itemsize + 8)]
     if positions >= 8 * length * _MANY:

@@ -25,7 +25,8 @@ class Numbers:
 
     def __init__(self, parts: Parts, bias: Mask, dropout: float, causal: bool, scale: Scale):
         self.query, self.key, self.value = query, key, value = parts
-        self.bias, self.dropout, self.causal, self.scale = bias, dropout, causal, scale
+        self.bias, self.dropout, self.causal = bias, dropout, causal
+        self.scale = 1 / math.sqrt(max(1, query.shape[-1])) if scale is None else scale
         self.fused = not (
             dropout
             or query.shape[-1] != value.shape[-1]
@@ -97,11 +98,10 @@ class Numbers:
     def _weights(self, query: Tensor, key: Tensor, bias: Mask, mask: Mask) -> tuple[Tensor, Tensor]:
         """The weights of one sample after dropout (not yet scaled) and before."""
         query, key = wide(query), wide(key).transpose(-2, -1)
-        scale = 1 / math.sqrt(query.shape[-1]) if self.scale is None else self.scale
         if bias is None:
-            weights = torch.softmax((query * scale) @ key, -1)
+            weights = torch.softmax((query * self.scale) @ key, -1)
         else:  # rows that see nothing have zeros
-            weights = torch._safe_softmax(torch.baddbmm(wide(bias).to(query.dtype), query, key, alpha=scale), -1)
+            weights = torch._safe_softmax(torch.baddbmm(wide(bias).to(query.dtype), query, key, alpha=self.scale), -1)
         return weights if mask is None else weights * mask, weights
 
     def _sample_backward(
@@ -115,8 +115,8 @@ class Numbers:
         if mask is not None:
             of_weights.mul_(mask)
         of_scores = torch._softmax_backward_data(of_weights, weights, -1, weights.dtype)
-        scale = 1 / math.sqrt(query.shape[-1]) if self.scale is None else self.scale
-        return of_scores @ key * scale, of_scores.transpose(-2, -1) @ query * scale, left.mT @ gradient, of_scores
+        of_query, of_key = of_scores @ key * self.scale, of_scores.transpose(-2, -1) @ query * self.scale
+        return of_query, of_key, left.mT @ gradient, of_scores
 
 
 def _bits(count: int, generator: torch._C.Generator) -> Tensor:

@@ -39,7 +39,7 @@ class _Convolution:
 
 
 def forward(operation: Operation) -> Cost:
-    """With a bias, which a kernel of its own adds to the result (aten/src/ATen/native/cudnn/ConvShared.cpp)."""
+    """If there is a bias, another kernel adds it to the result (aten/src/ATen/native/cudnn/ConvShared.cpp)."""
     (images, filters, *bias), result = operation.inputs, operation.outputs[0]
     cost = _cost(_Convolution(operation, images, filters, result))
     added = operation.kernel + operation.reading(2 * result.nbytes)
@@ -47,7 +47,7 @@ def forward(operation: Operation) -> Cost:
 
 
 def backward(operation: Operation) -> Cost:
-    """With the gradient of a bias, which is a sum of its own."""
+    """The gradient of a bias is a sum, by another kernel."""
     gradient, images, filters = operation.inputs[:3]
     *wanted, has_bias = operation.arguments["output_mask"]
     cost = _cost(_Convolution(operation, images, filters, gradient, *wanted)) if any(wanted) else Cost(0.0, 0, _HOST)
