@@ -331,8 +331,7 @@ class OpCall:
         first, with few numbers, since many of PyTorch's functions for tensors without values do not compare types."""
         given = self.args, self.kwargs
         if len({tensor.dtype for tensor in self.tensors}) > 1 and torch.Tag.nondeterministic_seeded not in self.op.tags:
-            few = tree_map_only(_Tensor, lambda x: x.new_zeros([min(n, 4) for n in x.shape], device="cpu"), given)
-            self.args, self.kwargs = few
+            self.args, self.kwargs = tree_map_only(_Tensor, _few_zeros, given)
             try:
                 self._run()
             except Exception as error:
@@ -364,6 +363,11 @@ class OpCall:
             raise
         finally:
             this_thread.in_kernel = False
+
+
+def _few_zeros(tensor: torch.Tensor) -> torch.Tensor:
+    """On the CPU, in the type of `tensor`. Sizes above 4 become 4, so equal ones stay equal."""
+    return tensor.new_zeros([min(size, 4) for size in tensor.shape], device="cpu")
 
 
 def asked_generator(call: OpCall, device: str) -> torch.Generator | None:

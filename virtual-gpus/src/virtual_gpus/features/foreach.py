@@ -40,14 +40,15 @@ def _group_tensors_by_device_and_dtype(tensorlistlist: TensorListList, with_indi
     tensors of the same index are on different devices (aten/src/ATen/native/ForeachUtils.h)."""
     groups: _Groups = {}
     for (_, dtype), (lists, indices) in _raw_group(tensorlistlist, True).items():
-        gpus = _gpus_of(lists[0])
+        leaders: list[Any] = lists[0]  # only the further lists may have gaps
+        gpus = _gpus_of(leaders)
         for tensors in filter(None, lists[1:]):
-            if _gpus_of(tensors) != gpus and any(map(_are_apart, lists[0], tensors)):
+            if _gpus_of(tensors) != gpus and any(map(_are_apart, leaders, tensors)):
                 _raw_group([[torch.empty(0)], [torch.empty(0, dtype=torch.bool)]])  # PyTorch words its own error
-        places = gpus if len(set(gpus)) == 1 and gpus[0] else list(map(device_of, lists[0]))
+        places = gpus if len(set(gpus)) == 1 and gpus[0] else list(map(device_of, leaders))
         for shared in dict.fromkeys(places):
             is_there = [where == shared for where in places]
-            columns = [list(compress(tensors, is_there)) for tensors in lists]
+            columns: list[list[Any]] = [list(compress(tensors, is_there)) for tensors in lists]
             groups[device_of(columns[0][0]), dtype] = columns, list(compress(indices, is_there)) if with_indices else []
     return groups
 
@@ -60,8 +61,8 @@ def _gpus_of(tensors: Sequence[torch.Tensor | None]) -> list[VirtualGPU | None]:
         return []
 
 
-def _are_apart(leader: Any, tensor: torch.Tensor | None) -> bool:
-    """True for tensors on different devices, except a number of steps, in fp32 or fp64, on the CPU."""
+def _are_apart(leader: Any, tensor: Any) -> bool:
+    """True for tensors on different devices, except a gap, and numbers of steps on the CPU, in fp32 or fp64."""
     is_allowed = tensor is None or (tensor.dtype in (torch.float32, torch.float64) and gpu_of(tensor) is None)
     return not is_allowed and device_of(tensor) != device_of(leader)
 

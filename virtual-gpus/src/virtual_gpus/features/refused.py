@@ -3,6 +3,7 @@
 import functools
 import sys
 from collections.abc import Callable
+from pkgutil import resolve_name
 from typing import Any
 
 import torch
@@ -24,15 +25,6 @@ def _refuse(owner: object, name: str, path: str) -> Patch:
         maker = next((base for base in original.__mro__ if isinstance(vars(base).get("__new__"), staticmethod)), None)
         return (original, "__init__", refused) if maker is None else (maker, "__new__", staticmethod(refused))
     return owner, name, functools.update_wrapper(refused, original)
-
-
-_NESTED = ("nested_tensor", "as_nested_tensor", "nested_tensor_from_jagged", "narrow")
-# What works on the CPU alone. DLPack would hand out a CPU address as if it were a GPU's. An exported program would make
-# its new tensors on the CPU, since PyTorch traces with fake tensors, which are there.
-_ON_CPU_ONLY = [(torch.export, "export", "torch.export of a module on a GPU")]
-_ON_CPU_ONLY += [(owner, "to_dlpack", "DLPack export of a GPU tensor") for owner in (torch, torch.utils.dlpack)]
-_ON_CPU_ONLY += [(torch.Tensor, f"__dlpack{end}__", "DLPack export of a GPU tensor") for end in ("", "_device")]
-_ON_CPU_ONLY += [(torch.nested, name, f"torch.nested.{name} on a GPU") for name in _NESTED]
 
 
 def _on_cpu_only(error: Callable[[], Exception], original: Callable[..., Any]) -> Callable[..., Any]:
@@ -65,7 +57,8 @@ def patches() -> list[Patch]:
     # Making such a function compiles nothing yet, and programs do that when they are imported.
     jitted = errors.refusing("functions of torch.cuda.jiterator")
     rows.append((torch.cuda.jiterator._JittedFunction, "__call__", jitted))
-    only = [(owner, name, functools.partial(errors.not_modelled, what)) for owner, name, what in _ON_CPU_ONLY]
+    paths = [(*path.rsplit(".", 1), what) for what, names in _LISTS["on_cpu_only"].items() for path in names.split()]
+    only = [(resolve_name(owner), name, functools.partial(errors.not_modelled, what)) for owner, name, what in paths]
     only += [(torch.Tensor, name, functools.partial(TypeError, f"{name} is only implemented on CPU tensors"))
              for name in ("apply_", "map_")]  # a real GPU refuses them too  # fmt: skip
     return rows + [(owner, name, _on_cpu_only(error, getattr(owner, name))) for owner, name, error in only
