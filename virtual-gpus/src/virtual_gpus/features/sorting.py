@@ -29,7 +29,7 @@ def _sort_buffers(tensor: torch.Tensor, dim: int) -> list[int]:
     length, numbers, positions = tensor.shape[dim], tensor.nbytes, 8 * tensor.numel()
     if length <= _SHORT:
         return [8 * length]
-    packed = [] if torch.ops.aten.is_non_overlapping_and_dense(tensor) else [numbers]
+    packed: list[int] = [] if torch.ops.aten.is_non_overlapping_and_dense(tensor) else [numbers]
     if tensor.stride(dim) > 1:
         packed = [numbers, numbers, positions]
     if positions == 8 * length or length >= _LONG:  # row by row
