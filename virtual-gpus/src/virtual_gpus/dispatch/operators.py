@@ -44,7 +44,8 @@ class Row:
     device of those before it and its own, the error for it, or None for the usual one. crosses: whether its tensors, or
     those of lists, may be on different devices. by_element: whether element i of its lists stays on a GPU of its own.
     size_is_known: whether the host knows the size of a result that hangs on values, and need not wait. waits: whether
-    its recipe waits for the values that it reads.
+    its recipe waits for the values that it reads. refuses_mixtures: whether the CPU's kernel refuses the mixtures of
+    types that CUDA's does, and PyTorch's function for tensors without values does not.
     """
 
     time: OperatorClass
@@ -57,6 +58,7 @@ class Row:
     by_element: bool = False
     size_is_known: Callable[["OpCall"], bool] = lambda call: False
     waits: bool = False
+    refuses_mixtures: bool = False
 
 
 # Features add theirs: by the base name of an operator ("mm"), or "_foreach_*" for all of these that have none; by
@@ -327,16 +329,11 @@ class OpCall:
         return result
 
     def _run_on_shapes(self) -> Any:
-        """What the kernel answers without values. Raises what it says of types: if they differ, it is asked on the CPU
-        first, with few numbers, since many of PyTorch's functions for tensors without values do not compare types."""
-        given = self.args, self.kwargs
-        if len({tensor.dtype for tensor in self.tensors}) > 1 and torch.Tag.nondeterministic_seeded not in self.op.tags:
+        """What the kernel answers without values. The CPU is asked about a mixture of types, with a few numbers of each."""
+        if self.op.row.refuses_mixtures and len({tensor.dtype for tensor in self.tensors}) > 1:
+            given = self.args, self.kwargs
             self.args, self.kwargs = tree_map_only(_Tensor, _few_zeros, given)
-            try:
-                self._run()
-            except Exception as error:
-                if "type" in str(error):
-                    raise
+            self._run()
             self.args, self.kwargs = given
         return self._run()
 

@@ -241,21 +241,27 @@ def _matrices(operation: Operation, bias: int = 0) -> Cost:
 _PRODUCT = OperatorClass(_matrices, is_fusible=False, tf32_setting="matmul", depends_on_strides=True)
 _ADDED = _PRODUCT._replace(formula=lambda operation: _matrices(operation, bias=1))
 _VECTOR = moves(is_fusible=False, host=PRODUCT_ON_HOST, **_OF_VECTORS)
+# Recipes: `where` are the matrices, behind what is added to their product.
+_mm = partial(with_workspace, kernel="addmm_cuda", where=slice(0, 2))
+_bmm = partial(with_workspace, kernel="baddbmm_cuda", where=slice(0, 2))
+_baddbmm = partial(with_workspace, kernel="baddbmm_cuda", where=slice(1, 3))
+_mv = partial(with_workspace, kernel="addmv_impl_cuda", where=slice(0, 2))
+_addmv = partial(with_workspace, kernel="addmv_impl_cuda", where=slice(1, 3))
+_of_one_type = partial(Row, refuses_mixtures=True)
 OPERATORS = {
-    "mm": Row(_PRODUCT, partial(with_workspace, kernel="addmm_cuda", where=slice(0, 2)), cpu_kernel=_in_its_type),
-    "bmm": Row(_PRODUCT, partial(with_workspace, kernel="baddbmm_cuda", where=slice(0, 2)), cpu_kernel=_in_its_type),
-    "addmm": Row(_ADDED, addmm, cpu_kernel=_in_its_type),
-    "_addmm_activation": Row(_ADDED, addmm),
-    "addmm_": Row(_ADDED, partial(with_workspace, kernel="addmm_cuda", where=slice(1, 3))),
-    "baddbmm": Row(_ADDED, partial(with_workspace, kernel="baddbmm_cuda", where=slice(1, 3)), cpu_kernel=_in_its_type),
-    "baddbmm_": Row(_ADDED, partial(with_workspace, kernel="baddbmm_cuda", where=slice(1, 3))),
-    **dict.fromkeys(("addbmm", "addbmm_"), Row(_ADDED, partial(with_workspace, kernel="addmm_cuda"))),
+    "mm": _of_one_type(_PRODUCT, _mm, cpu_kernel=_in_its_type),
+    "bmm": _of_one_type(_PRODUCT, _bmm, cpu_kernel=_in_its_type),
+    "addmm": _of_one_type(_ADDED, addmm, cpu_kernel=_in_its_type),
+    "_addmm_activation": _of_one_type(_ADDED, addmm),
+    "addmm_": _of_one_type(_ADDED, partial(with_workspace, kernel="addmm_cuda", where=slice(1, 3))),
+    "baddbmm": _of_one_type(_ADDED, _baddbmm, cpu_kernel=_in_its_type),
+    "baddbmm_": _of_one_type(_ADDED, _baddbmm),
+    **dict.fromkeys(("addbmm", "addbmm_"), _of_one_type(_ADDED, partial(with_workspace, kernel="addmm_cuda"))),
     **dict.fromkeys(("_int_mm", "_scaled_mm"), Row(_PRODUCT, partial(with_workspace, lt=True))),
     "_grouped_mm": Row(_PRODUCT),
-    "mv": Row(_VECTOR, partial(with_workspace, kernel="addmv_impl_cuda", where=slice(0, 2))),
-    "addmv": Row(_VECTOR, partial(with_workspace, kernel="addmv_impl_cuda", where=slice(1, 3))),
-    "addmv_": Row(_VECTOR, partial(with_workspace, kernel="addmv_impl_cuda", where=slice(1, 3))),
-    **dict.fromkeys(("dot", "vdot"), Row(_VECTOR, partial(with_workspace, kernel="dot"))),
+    "mv": _of_one_type(_VECTOR, _mv),
+    **dict.fromkeys(("addmv", "addmv_"), _of_one_type(_VECTOR, _addmv)),
+    **dict.fromkeys(("dot", "vdot"), _of_one_type(_VECTOR, partial(with_workspace, kernel="dot"))),
     **dict.fromkeys(("ger", "addr"), Row(_VECTOR)),
     **dict.fromkeys(("linalg_solve_triangular", "triangular_solve"), Row(READS_AND_WRITES, with_workspace)),
 }

@@ -197,7 +197,7 @@ OPERATORS = {
     "tensor_split": Row(READS_AND_WRITES, on_host={"tensor_indices_or_sections"}),
     **dict.fromkeys(("index_select", "gather", "take"), Row(cost.TAKES)),
     "index_copy": Row(_COPIES),
-    **dict.fromkeys(("index_add", "scatter_add"), Row(_ADDS)),
+    **dict.fromkeys(("index_add", "scatter_add"), Row(_ADDS, refuses_mixtures=True)),
     **dict.fromkeys(("select_backward", "slice_backward", "unfold_backward"), Row(_INTO_ZEROS)),
     "masked_fill": Row(READS_AND_WRITES, mixture=mask_elsewhere),
     "index_reduce": Row(_ADDS, check=not_deterministic("index_reduce_cuda")),

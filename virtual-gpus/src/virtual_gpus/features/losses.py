@@ -95,11 +95,12 @@ _PICKS = OperatorClass(_nll_cost, arguments=("grad_output",))
 _OF_IMAGES = not_deterministic("nll_loss2d_forward_out_cuda_template", lambda call: call["reduction"] != _NO_REDUCTION)
 WORDS = _FITTED["words"]
 OPERATORS = {
-    **dict.fromkeys(("nll_loss_forward", "nll_loss_backward"), Row(_PICKS, packed("target"))),
-    "nll_loss2d_forward": Row(_PICKS, nll_loss_of_images, _OF_IMAGES),
+    "nll_loss_forward": Row(_PICKS, packed("target"), refuses_mixtures=True),
+    "nll_loss_backward": Row(_PICKS, packed("target")),
+    "nll_loss2d_forward": Row(_PICKS, nll_loss_of_images, _OF_IMAGES, refuses_mixtures=True),
     "nll_loss2d_backward": Row(_PICKS, nll_loss_of_images),
-    **dict.fromkeys(("mse_loss", "smooth_l1_loss", "binary_cross_entropy", "soft_margin_loss"),
-                    Row(READS_AND_WRITES, reduced_in_place)),
+    **dict.fromkeys(("mse_loss", "smooth_l1_loss", "soft_margin_loss"), Row(READS_AND_WRITES, reduced_in_place)),
+    "binary_cross_entropy": Row(READS_AND_WRITES, reduced_in_place, refuses_mixtures=True),
     **dict.fromkeys(_WITHOUT_HALVES.split(), Row(READS_AND_WRITES, cpu_kernel=widened_if_refused)),
     "huber_loss": Row(READS_AND_WRITES, reduced),
     "log_sigmoid_forward": Row(READS_AND_WRITES, log_sigmoid),
