@@ -329,7 +329,7 @@ class OpCall:
         return result
 
     def _run_on_shapes(self) -> Any:
-        """What the kernel answers without values. The CPU is asked about a mixture of types, with a few numbers of each."""
+        """What the kernel answers without values. The CPU is asked of mixed types first, with few numbers of each."""
         if self.op.row.refuses_mixtures and len({tensor.dtype for tensor in self.tensors}) > 1:
             given = self.args, self.kwargs
             self.args, self.kwargs = tree_map_only(_Tensor, _few_zeros, given)
