@@ -390,7 +390,7 @@ def test_the_state_of_a_generator_is_a_seed_and_an_offset_and_there_are_generato
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_is_computed_in_float32_where_the_cpu_has_no_kernels_for_it(monkeypatch, dtype):
     monkeypatch.setattr(half_precision, "slow_types", lambda: (dtype,))
-    monkeypatch.setattr(operators, "KNOWN", {})
+    monkeypatch.setattr(operators, "OPERATORS_SEEN", {})
     x, filters = torch.randn(2, 3, 8, 8).to(dtype), torch.randn(4, 3, 3, 3).to(dtype)
     a = x.flatten(1)
     with virtual_gpus():

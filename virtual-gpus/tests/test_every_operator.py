@@ -22,7 +22,7 @@ UNKNOWN = (RuntimeError, TypeError, ValueError, AttributeError, LookupError, Ass
 @pytest.fixture(autouse=True)
 def forgotten(monkeypatch, gpus):
     """No operator's seconds are known yet."""
-    monkeypatch.setattr(timing, "kept", {})
+    monkeypatch.setattr(timing, "launch_times", {})
 
 
 def overloads(condition):
@@ -75,7 +75,7 @@ def test_a_type_that_is_asked_for_takes_its_time_whatever_was_asked_before():
             calls = {dtype: lambda a=arguments, d=dtype, o=device, f=func: f(*a, dtype=d, **o) for dtype in types}
             orders = []
             for order in (types, types[::-1]):
-                timing.kept.clear()
+                timing.launch_times.clear()
                 orders.append({dtype: seconds(calls[dtype]) for dtype in order})
         except UNKNOWN:
             continue

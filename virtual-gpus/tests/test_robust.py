@@ -162,7 +162,7 @@ def counted():
         "tensors": sum(isinstance(found, torch.Tensor) for found in gc.get_objects()),
         "held": held,
         "segments": len(torch.cuda.memory_snapshot()),
-        "known times": len(timing.kept),
+        "known times": len(timing.launch_times),
         "collectives on their way": sum(len(gpu.late) for gpu in machine.slots),
         "streams": sum(len(track.streams) for track in machine.clock.tracks),
         "resident": int(STATM.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if STATM.exists() else 0,

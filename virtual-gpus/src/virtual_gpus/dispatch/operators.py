@@ -67,7 +67,7 @@ ROWS: dict[str, Row] = {}
 KINDS: dict[str, str] = {}
 ROUTES: dict[str, Route] = {}
 _NO_ROW = Row(READS_AND_WRITES)
-KNOWN: dict[int, "Operator"] = {}  # by the overload's id, since its own hash is a call into Python
+OPERATORS_SEEN: dict[int, "Operator"] = {}  # by the overload's id, since its own hash is a call into Python
 
 
 def row_of(name: str) -> Row:
@@ -196,7 +196,7 @@ def _refuse(call: "OpCall") -> None:
 
 def operator(func: torch._ops.OpOverload) -> Operator:
     """The facts of `func`, from the cache after the first time."""
-    return KNOWN.get(id(func)) or KNOWN.setdefault(id(func), Operator(func))
+    return OPERATORS_SEEN.get(id(func)) or OPERATORS_SEEN.setdefault(id(func), Operator(func))
 
 
 # ---- a call ----------------------------------------------------------------------------------------------------------
@@ -217,7 +217,7 @@ class OpCall:
 
     def __init__(self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]):
         self.func, self.args, self.kwargs = func, args, kwargs
-        self.op = op = KNOWN.get(id(func)) or operator(func)
+        self.op = op = OPERATORS_SEEN.get(id(func)) or operator(func)
         self.kernel = op.kernel
         tensors: list[torch.Tensor] = []
         self.tensors = tensors

@@ -24,7 +24,7 @@ from virtual_gpus.threads import this_thread
 Tensors, TensorList, Operands = Iterable[torch.Tensor], Sequence[torch.Tensor], tuple[Operand, ...]
 MaybeCall, Place = OpCall | KernelCall | None, VirtualGPU | None  # no place: the computer
 _PRECISION: dict[torch.dtype, Precision] = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float64: "fp64"}
-kept: dict[Any, "LaunchTimes"] = {}
+launch_times: dict[Any, "LaunchTimes"] = {}
 _allows_tf32, _cudnn_enabled = torch._C._get_fp32_precision_getter, torch._C._get_cudnn_enabled
 _grad_enabled, _Tensor, _Dtype = torch.is_grad_enabled, torch.Tensor, torch.dtype
 # Not comprehensions: a call into Python per operator costs, and a generator that is cut short swallows a Ctrl-C.
@@ -63,7 +63,7 @@ def charge_op(call: OpCall, result: Any) -> None:
         if any(part.is_nested or torch.nn.parameter.is_lazy(part) for part in (*tensors, *tensors_in(result))):
             return  # neither has a shape: they take no modelled time
         raise
-    needs = kept.get(key) or keep(key, gpu, op, _operation(call, tensors_in(result) or filled(call), key[2]))
+    needs = launch_times.get(key) or keep(key, gpu, op, _operation(call, tensors_in(result) or filled(call), key[2]))
     if needs.seconds:
         issue(gpu, op.base, tensors, needs, call)
     else:
@@ -166,7 +166,7 @@ def plain(value: Any) -> Any:
 
 
 def _operation(call: OpCall, made: TensorList, extra: tuple[Any, ...] | None) -> Operation:
-    """What the formula is given. Nothing that the key of `kept` lacks, since its seconds are those of all such calls.
+    """What the formula is given. Nothing that the key of `launch_times` lacks: its seconds are those of all such calls.
 
     made: the results, or the tensors that were written. extra: what `_more` returned; None if it was not asked.
     """
@@ -189,10 +189,10 @@ def _operation(call: OpCall, made: TensorList, extra: tuple[Any, ...] | None) ->
 
 def keep(key: Any, gpu: VirtualGPU, op: Operator, operation: Operation) -> LaunchTimes:
     """The times of an operator by its formula, kept by `key`."""
-    if len(kept) > _MOST:
-        kept.clear()
-    needs = kept[key] = times(gpu, op.row.time.formula(operation), in_place=bool(op.written) and not operation.lists)
-    return needs
+    if len(launch_times) > _MOST:
+        launch_times.clear()
+    charge, in_place = op.row.time.formula(operation), bool(op.written) and not operation.lists
+    return launch_times.setdefault(key, times(gpu, charge, in_place))
 
 
 def times(gpu: VirtualGPU, charge: Cost, in_place: bool = False) -> LaunchTimes:

@@ -52,7 +52,7 @@ class Handles:
         self._taken = [[(library, size(library)) for library in libraries(lt)] for lt in (False, True)]
         self._of: dict[object, int] = {}  # holder -> handle number
         self._spare: list[int] = []
-        self.kept: dict[tuple[int, int, Library], ScratchBlock] = {}  # by (handle, stream, library)
+        self.blocks: dict[tuple[int, int, Library], ScratchBlock] = {}  # by (handle, stream, library)
 
     def handle(self) -> int:
         """The running thread's handle: its own, one that a finished thread left, or a new one."""
@@ -74,8 +74,8 @@ class Handles:
         for library, size in self._taken[lt]:
             if not self.workspaces.kept:
                 ScratchBlock(self.gpu, size)
-            elif (key := (self.handle(), self.gpu.stream, library)) not in self.kept:
-                self.kept[key] = ScratchBlock(self.gpu, size)
+            elif (key := (self.handle(), self.gpu.stream, library)) not in self.blocks:
+                self.blocks[key] = ScratchBlock(self.gpu, size)
 
 
 _handles = Kept(Handles)
@@ -273,7 +273,7 @@ OPERATORS = {
 def _cuda_clearCublasWorkspaces() -> None:
     """Give the workspaces of all threads on all GPUs back to the caching allocator."""
     for gpu in () if (machine := active()) is None else machine.slots:
-        _handles.of(gpu).kept.clear()
+        _handles.of(gpu).blocks.clear()
 
 
 def patches() -> list[Patch]:

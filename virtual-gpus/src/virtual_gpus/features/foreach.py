@@ -125,7 +125,7 @@ def _charge(call: OpCall, columns: list[Sequence[torch.Tensor]], gpus: list[Virt
         # How long lists take depends on their elements and bytes (`_lists`), which are found faster than all shapes.
         lists, elements = tuple(map(len, rows)), sum(map(_elements, rows[0]))
         key = gpu.spec.kind, op, lists, elements, *map(_nbytes, reads), arguments, dtype
-        needs = timing.kept.get(key)
+        needs = timing.launch_times.get(key)
         if needs is None:
             written = timing.operands(t for t in tensors_in(result) or timing.filled(call) if gpu_of(t) is gpu)
             given = dict(zip(op.arguments, arguments, strict=True))
