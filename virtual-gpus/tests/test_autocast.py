@@ -16,6 +16,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map
 from virtual_gpus import active_machine, virtual_gpus
+from virtual_gpus.dispatch import operators
 from virtual_gpus.features import autocast
 
 BF16 = torch.bfloat16
@@ -47,10 +48,9 @@ def test_every_operator_that_cuda_casts_is_in_a_list():
     cast = {n for n in names if torch._C._dispatch_has_kernel_for_dispatch_key(n, "AutocastCUDA")}
     missing = {n.removeprefix("aten::") for n in cast if n.startswith("aten::")} - set(autocast.names())
     assert missing <= {"_cudnn_rnn", "norm.Scalar", "norm.ScalarOpt_dim", "norm.names_ScalarOpt_dim"}
-    first, *others = autocast.LISTS.values()
-    unknown = {n for n in first + sum(others, []) if f"aten::{n}" not in names and "imname" not in n}
+    unknown = {n for n in operators.AUTOCAST if f"aten::{n}" not in names and "imname" not in n}
     assert unknown <= {"linalg_matrix_sqrth"}  # which came with 2.15, when named dimensions went
-    assert not set(first) & set(sum(others, []))
+    assert {*operators.AUTOCAST.values()} == autocast._POLICIES.keys()
 
 
 def pytorch_cases(device) -> dict[str, tuple]:

@@ -20,7 +20,7 @@ import torch
 
 from virtual_gpus import figures
 
-WORDS: dict[str, str] = {}  # of features, which add theirs: see `in_words_of_cuda`
+WORDS: dict[str, str] = {}  # of features, whose figures have them: see `in_words_of_cuda`
 
 
 class NotModelled(NotImplementedError):

@@ -66,6 +66,7 @@ class Row:
 ROWS: dict[str, Row] = {}
 KINDS: dict[str, str] = {}
 ROUTES: dict[str, Route] = {}
+AUTOCAST: dict[str, str] = {}  # by a name with its overload: what autocast does with it, see features/autocast.toml
 _NO_ROW = Row(READS_AND_WRITES)
 OPERATORS_SEEN: dict[int, "Operator"] = {}  # by the overload's id, since its own hash is a call into Python
 

@@ -2,17 +2,18 @@
 
 A feature that fits in one module is NAME.py, with its figures in NAME.toml and its limits in NAME.limits.md. One of
 several modules is a folder NAME with figures.toml and limits.md in it. So you remove a feature by deleting what has its
-name, since no list names it and nothing below this folder imports it. Each of its modules may have these names, which
-are all that the package knows of it:
+name, since no list names it and nothing below this folder imports it. Each of its modules may have these names, and its
+figures these tables, which are all that the package knows of it:
 
     patches()        what answers for PyTorch's names while virtual GPUs are on, as `patches.table` wants it
     OPERATORS        by the base name of an operator ("mm"), or "_foreach_*" for all of these: its `operators.Row`
     KINDS            by namespace of operators: the kind that they are, if it is one of their own
     ROUTES           by kind of operator (`operators.Operator.kind`): what is done with one
-    WORDS            by a regular expression for what errors of the CPU's kernels say: what CUDA's say, see errors.toml
     ALLOCATES        functions that ask for GPU memory of one kind, each as a `timeline.peak.Allocator`
     TIMED            by the name in a row of `clock.measured` that is no operator: given its positional arguments, its
                      named ones and a device, what `measure` times
+    [words]          by a regular expression for what errors of the CPU's kernels say: what CUDA's say, see errors.toml
+    [autocast]       by what autocast does with them: names of operators, see autocast.toml
     check_settings(settings)  called when settings are made, to raise an error for one of the feature's
     prepare()        called before the patches go in, when the first virtual GPUs go on
     forget()         called before the patches are taken out, when the last ones go off
@@ -29,11 +30,13 @@ comes of it (`tests/test_layers.py`).
 import dataclasses
 import importlib
 import pkgutil
+from collections import Counter
 from contextlib import ExitStack
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from virtual_gpus import errors, settings
+from virtual_gpus import errors, figures, settings
 from virtual_gpus.dispatch import operators, routes
 from virtual_gpus.machine import VirtualMachine
 from virtual_gpus.patches import captured, table
@@ -49,20 +52,27 @@ def _offered(name: str) -> list[Any]:
     return [vars(module)[name] for module in MODULES if name in vars(module)]
 
 
-def _merged(name: str) -> dict[Any, Any]:
-    """The tables of that name as one. Raises ValueError if two features have the same key."""
-    tables = _offered(name)
-    merged = {key: value for table in tables for key, value in table.items()}
-    if len(merged) < sum(map(len, tables)):
-        raise ValueError(f"Two features have the same key in {name}.")
-    return merged
+def _beside(name: str) -> list[dict[str, str]]:
+    """The tables of that name in the figures of the features."""
+    files = [figures.read(str(path)) for path in sorted(Path(__file__).parent.rglob("*.toml"))]
+    return [file[name] for file in files if name in file]
 
 
-operators.ROWS.update(_merged("OPERATORS"))
-operators.KINDS.update(_merged("KINDS"))
-operators.ROUTES.update(routes.ROUTES | _merged("ROUTES"))
-errors.WORDS.update(_merged("WORDS"))
-TIMED = _merged("TIMED")
+def _merged(tables: list[dict[Any, Any]]) -> dict[Any, Any]:
+    """Those tables as one. Raises ValueError if two features have the same key."""
+    keys = Counter(key for table in tables for key in table)
+    if twice := [key for key, number in keys.items() if number > 1]:
+        raise ValueError(f"Two features have the same keys: {twice}.")
+    return {key: value for table in tables for key, value in table.items()}
+
+
+operators.ROWS.update(_merged(_offered("OPERATORS")))
+operators.KINDS.update(_merged(_offered("KINDS")))
+operators.ROUTES.update(routes.ROUTES | _merged(_offered("ROUTES")))
+errors.WORDS.update(_merged(_beside("words")))
+_by_policy = [(policy, names.split()) for lists in _beside("autocast") for policy, names in lists.items()]
+operators.AUTOCAST.update(_merged([dict.fromkeys(names, policy) for policy, names in _by_policy]))
+TIMED = _merged(_offered("TIMED"))
 settings.CHECKS += _offered("check_settings")
 peak.ALLOCATORS += [peak.Allocator(*row) for rows in _offered("ALLOCATES") for row in rows]
 

@@ -11,7 +11,7 @@ whether a gradient overflowed; it counts as not. The scale then stays the one th
 
 Stand-ins that answer before the dispatcher is reached use `casting`, an LSTM `cast`.
 
-The lists are in autocast.toml. `names` leaves out what the installed version does not cast.
+`operators.AUTOCAST` says what is done with which operator. `names` leaves out what the installed version does not cast.
 """
 
 import functools
@@ -25,9 +25,8 @@ from typing import Any
 
 import torch
 
-from virtual_gpus import figures
 from virtual_gpus.dispatch import routes
-from virtual_gpus.dispatch.operators import OpCall
+from virtual_gpus.dispatch.operators import AUTOCAST, OpCall
 from virtual_gpus.patches.table import Patch
 from virtual_gpus.placement.storages import gpu_of, has_values
 from virtual_gpus.threads import OfEachThread
@@ -52,7 +51,6 @@ _registering = threading.Lock()
 _library: list[torch.library.Library] = []
 # While `torch.autocast("cuda")` is on and the operator that is called has not been cast yet.
 _casts = OfEachThread(False)
-LISTS = {name: text.split() for name, text in figures.beside(__file__).items()}
 
 
 def below_autocast() -> AbstractContextManager[None]:
@@ -181,13 +179,12 @@ def _banned(op: Callable[..., Any]) -> Callable[..., Any]:
 
 
 _POLICIES = {
-    **dict.fromkeys(LISTS["lower_precision"], _casting_to(lambda args, kwargs: _lower_dtype("cuda"))),
-    **dict.fromkeys(LISTS["fp32"], _casting_to(lambda args, kwargs: _FP32)),
-    **dict.fromkeys(LISTS["fp32_set_opt_dtype"], _to_fp32_results),
-    **dict.fromkeys(LISTS["promote"], _casting_to(lambda args, kwargs: widest(
-        (*args, *kwargs.values()), _lower_dtype("cuda")))),
-    **dict.fromkeys(LISTS["banned"], _banned),
-}  # fmt: skip
+    "lower_precision": _casting_to(lambda args, kwargs: _lower_dtype("cuda")),
+    "fp32": _casting_to(lambda args, kwargs: _FP32),
+    "fp32_set_opt_dtype": _to_fp32_results,
+    "promote": _casting_to(lambda args, kwargs: widest((*args, *kwargs.values()), _lower_dtype("cuda"))),
+    "banned": _banned,
+}
 
 
 def composite(call: OpCall) -> Any:
@@ -206,16 +203,16 @@ ROUTES = {"composite": composite}
 
 def casting(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Decorator for a patch of operator `name` ("scaled_dot_product_attention"): under autocast it is given the cast
-    inputs and runs without autocast, as the operator's own kernel would. `name` is in a list that casts inputs.
+    inputs and runs without autocast, as the operator's own kernel would. The policy of `name` casts inputs.
     """
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
-        kernel = _POLICIES[name](function)
+        kernel = functools.cache(lambda: _POLICIES[AUTOCAST[name]](function))
 
         @functools.wraps(function)
         def cast_first(*args: Any, **kwargs: Any) -> Any:
             casts = _enabled("cuda") and _casts.value
-            return (kernel if casts else function)(*args, **kwargs)
+            return (kernel() if casts else function)(*args, **kwargs)
 
         return cast_first
 
@@ -229,7 +226,7 @@ def names() -> list[str]:
     """The operators that this version of PyTorch casts and that have a kernel here, with their overloads."""
     has = torch._C._dispatch_has_kernel_for_dispatch_key
     known = set(torch._C._dispatch_get_all_op_names())
-    return [name for name in _POLICIES if f"aten::{name}" in known and has(f"aten::{name}", "AutocastCUDA")]
+    return [name for name in AUTOCAST if f"aten::{name}" in known and has(f"aten::{name}", "AutocastCUDA")]
 
 
 def register() -> None:
@@ -243,7 +240,7 @@ def register() -> None:
         library = torch.library.Library("aten", "IMPL", "AutocastCUDA")
         for name in names():
             base, _, overload = name.partition(".")
-            library.impl(name, _POLICIES[name](getattr(getattr(torch.ops.aten, base), overload or "default")))
+            library.impl(name, _POLICIES[AUTOCAST[name]](getattr(getattr(torch.ops.aten, base), overload or "default")))
         _library.append(library)
 
 

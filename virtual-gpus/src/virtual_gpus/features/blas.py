@@ -30,7 +30,7 @@ from virtual_gpus.threads import OfEachThread, this_thread
 from virtual_gpus.versions import Version
 
 MULTIPLIED = {torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.complex128}  # by CUDA
-_PRODUCTS, _OF_VECTORS, WORDS = (figures.beside(__file__)[part] for part in ("products", "vector", "words"))
+_PRODUCTS, _OF_VECTORS = (figures.beside(__file__)[part] for part in ("products", "vector"))
 _LT_TYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _LT_FOR_MATRICES_AS_BIAS: Version = (2, 15)  # addmm takes cublasLt in half precision (native/cuda/Blas.cpp)
 Tiles = tuple[tuple[int, int, float], ...]  # rows, columns, and the share of the peak that they reach

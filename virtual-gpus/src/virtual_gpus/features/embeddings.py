@@ -16,7 +16,7 @@ from virtual_gpus.dispatch.operators import OpCall, Row
 from virtual_gpus.dispatch.recipes import not_deterministic, packed, packed_copies, radix_sort
 from virtual_gpus.placement.storages import StorageAllocation, nbytes, put
 
-_FITTED, WORDS = (figures.beside(__file__)[part] for part in ("backward", "words"))
+_FITTED = figures.beside(__file__)["backward"]
 _INDICES_WALKED = 3072  # by one block of threads; more are sorted
 _ROWS_PER_THREAD = 10
 _MAX = 2  # as C++ counts EmbeddingBag's modes

@@ -65,7 +65,6 @@ def unfolded(call: OpCall) -> torch.Tensor:
 _MAX_POOL_BACKWARD = OperatorClass(_max_pool_backward_cost, depends_on_strides=True)
 _GRID_SAMPLER = not_deterministic("grid_sampler_2d_backward_cuda", _without_cudnn)
 _ROLLS = OperatorClass(_roll_cost, arguments=("dims",))
-WORDS = _FITTED["words"]
 OPERATORS = {
     **{name: _row(**row) for name, row in _FITTED["rows"].items()},
     "max_pool2d_with_indices": Row(moves(**_FITTED["max_pool"]), packed("self")),

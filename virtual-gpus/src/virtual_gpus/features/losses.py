@@ -93,7 +93,6 @@ _WITHOUT_HALVES = """multi_margin_loss multi_margin_loss_backward multilabel_mar
     multilabel_margin_loss_backward rrelu_with_noise rrelu_with_noise_ rrelu_with_noise_backward"""  # on the CPU
 _PICKS = OperatorClass(_nll_cost, arguments=("grad_output",))
 _OF_IMAGES = not_deterministic("nll_loss2d_forward_out_cuda_template", lambda call: call["reduction"] != _NO_REDUCTION)
-WORDS = _FITTED["words"]
 OPERATORS = {
     "nll_loss_forward": Row(_PICKS, packed("target"), refuses_mixtures=True),
     "nll_loss_backward": Row(_PICKS, packed("target")),

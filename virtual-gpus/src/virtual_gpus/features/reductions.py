@@ -117,7 +117,6 @@ def _reduction_cost(operation: Operation) -> Cost:
 
 _REDUCES, _SCAN = OperatorClass(_reduction_cost), moves(**_FITTED["scan"])
 _INDEXED_SCANS = ("cummax", "cummin", "logcumsumexp", "_cummax_helper", "_cummin_helper", "_logcumsumexp")
-WORDS = _FITTED["words"]
 OPERATORS = {
     **dict.fromkeys(("sum", "mean", "nansum", "prod"), Row(_REDUCES, total)),
     **dict.fromkeys(("linalg_vector_norm", "linalg__powsum", "norm"), Row(_REDUCES, partial(total, of_norm=True))),

@@ -39,7 +39,6 @@ def one_kernel(owner: Any, name: str) -> Callable[..., torch.Tensor]:
 
 
 _FORWARD, _BACKWARD = moves(**_FITTED["softmax"]), moves(**_FITTED["softmax_backward"])
-WORDS = _FITTED["words"]
 OPERATORS = {
     **dict.fromkeys(("_softmax", "_log_softmax"), Row(_FORWARD, channels_first("self"), cpu_kernel=softmax_of_halves)),
     "_softmax_backward_data": Row(_BACKWARD, softmax_backward, cpu_kernel=softmax_of_halves),

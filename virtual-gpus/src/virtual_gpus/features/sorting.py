@@ -153,7 +153,6 @@ _MEDIANS = OperatorClass(_median_cost, arguments=("dim",))
 _MEDIAN = not_deterministic("median CUDA with indices output", lambda call: len(call.func._schema.returns) == 2)
 _BINCOUNT = not_deterministic("_bincount_cuda", lambda call: call["weights"] is not None)
 _HISTC = not_deterministic("_histc_cuda with floating point input", lambda call: call["self"].is_floating_point())
-WORDS = _FITTED["words"]
 OPERATORS = {
     **dict.fromkeys(("sort", "argsort"), Row(_SORTS, sort)),
     "topk": Row(_SORTS, topk),
