@@ -1,9 +1,10 @@
-"""Make the folder of a new feature, which runs, and its test, which fails until you have filled both.
+"""Make the module of a new feature, which runs, and its test, which fails until you have filled both.
 
     python docs/new_feature.py airy "Airy functions" special_airy_ai
 
-The feature begins as a recipe for the memory of one operator, which has none yet. ARCHITECTURE.md ("How to add a
-feature") says what else the folder may have, and "How to add an operator" how to fill the recipe.
+The feature begins as a recipe for the memory of one operator, which has none yet, with its figures and limits beside
+it. ARCHITECTURE.md ("How to add a feature") says what else the module may have, and "How to add an operator" how to
+fill the recipe.
 """
 
 import argparse
@@ -14,23 +15,32 @@ from virtual_gpus import features
 from virtual_gpus.dispatch import operators
 
 ROOT = Path(__file__).resolve().parents[1]
-FOLDER = '"""{what}."""\n'
 MODULE = '''"""{what}: how CUDA uses memory. Name the file of PyTorch, or the measurement, that this rests on."""
 
-from __future__ import annotations
+import torch
 
-from virtual_gpus.clock.cost import READS_AND_WRITES
+from virtual_gpus import figures
+from virtual_gpus.clock.cost import moves
 from virtual_gpus.dispatch.operators import OpCall, Row
 
+_FITTED = figures.beside(__file__)
 
-def {operator}(call: OpCall):
+
+def {operator}(call: OpCall) -> torch.Tensor:
     """Say what CUDA takes on the way, in its order."""
     with call.scratch(512):  # bytes
         return call.run()
 
 
-OPERATORS = {{"{operator}": Row(READS_AND_WRITES, {operator})}}
+OPERATORS = {{"{operator}": Row(moves(**_FITTED["{operator}"]), {operator})}}
 '''
+FIGURES = """# What {what} take besides the plain reading and writing of their bytes.
+
+source = "estimate" # name the measurement, if there is one
+units.floor = "of the shortest kernel"
+{operator} = {{ floor = 1 }}
+"""
+LIMITS = "- {what}: say what differs from a real GPU, or delete this file.\n"
 TEST = '''"""{what}: the memory of its operators."""
 
 import torch
@@ -49,12 +59,12 @@ def test_peak_of_{operator}():
 
 def main(arguments=None, root=ROOT):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("name", help="of the folder")
+    parser.add_argument("name", help="of the module")
     parser.add_argument("what", help="the feature in a few words, for its docstrings")
     parser.add_argument("operator", help="base name of an ATen operator: torch.ops.aten.NAME")
     options = parser.parse_args(arguments)
     if not options.name.isidentifier() or hasattr(features, options.name):
-        parser.error(f"{options.name!r} is the name of a feature, or no name for a folder.")
+        parser.error(f"{options.name!r} is the name of a feature, or no name for a module.")
     if options.operator in operators.ROWS:
         parser.error(f"{options.operator!r} has a row: {operators.ROWS[options.operator]}.")
     packet = getattr(torch.ops.aten, options.operator, None)
@@ -67,9 +77,9 @@ def main(arguments=None, root=ROOT):
         )
     needed = [argument for argument in overload._schema.arguments if not argument.has_default_value()]
     options.arguments = ", ".join({"Tensor": "x", "List[Tensor]": "[x]"}.get(str(a.type), "...") for a in needed)
-    folder = root / "src" / "virtual_gpus" / "features" / options.name
-    folder.mkdir(parents=True)
-    texts = {folder / "__init__.py": FOLDER, folder / f"{options.name}_recipes.py": MODULE,
+    module = root / "src" / "virtual_gpus" / "features" / f"{options.name}.py"
+    module.parent.mkdir(parents=True, exist_ok=True)
+    texts = {module: MODULE, module.with_suffix(".toml"): FIGURES, module.with_suffix(".limits.md"): LIMITS,
              root / "tests" / f"test_{options.name}.py": TEST}  # fmt: skip
     for path, text in texts.items():
         path.write_text(text.format(**vars(options)), encoding="utf-8", newline="\n")

@@ -38,7 +38,7 @@ def test_a_new_feature_runs_and_its_test_fails_until_it_is_filled(tmp_path, caps
             make(["airy", "Airy functions", operator], tmp_path)
         assert words in capsys.readouterr().err
     make(["airy", "Airy functions", "special_airy_ai"], tmp_path)
-    module, test = (runpy.run_path(str(next(tmp_path.rglob(name)))) for name in ("airy_recipes.py", "test_airy.py"))
+    module, test = (runpy.run_path(str(next(tmp_path.rglob(name)))) for name in ("airy.py", "test_airy.py"))
     assert module["OPERATORS"]["special_airy_ai"].recipe is module["special_airy_ai"]
     with pytest.raises(AssertionError):
         test["test_peak_of_special_airy_ai"]()

@@ -67,9 +67,9 @@ def test_results_that_are_given_and_grow_take_memory_whatever_their_arguments_ar
 
 
 def test_a_type_that_is_asked_for_takes_its_time_whatever_was_asked_before():
-    checked = []
+    checked, types = [], (torch.float16, torch.float64)
     for func, needs in overloads(lambda a: a.name == "dtype"):
-        types, device = (torch.float16, torch.float64), {"device": "cuda"} if "device" in operator(func).names else {}
+        device = {"device": "cuda"} if "device" in operator(func).positions else {}
         try:
             arguments = [argument(a, torch.float32) for a in needs]
             calls = {dtype: lambda a=arguments, d=dtype, o=device, f=func: f(*a, dtype=d, **o) for dtype in types}
@@ -143,7 +143,7 @@ def test_an_operator_of_higher_order_has_all_facts():
 
 def shapes_and_offsets_or_error(func):
     own, named = torch.cuda.default_generators[0], {"generator": torch.Generator("cuda"), "device": "cuda"}
-    start, arguments = own.get_offset(), {name: named[name] for name in named if name in operator(func).names}
+    start, arguments = own.get_offset(), {name: named[name] for name in named if name in operator(func).positions}
     try:
         result = func(*[argument(a, torch.float32) for a in needed(func)], **arguments)
         results = result if isinstance(result, tuple) else (result,)

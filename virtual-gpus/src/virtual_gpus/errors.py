@@ -20,7 +20,7 @@ import torch
 
 from virtual_gpus import figures
 
-WORDS: dict[str, str] = {}  # of features, whose figures have them: see `in_words_of_cuda`
+WORDS: dict[str, str] = {}  # of features, whose figures have them: see `raise_instead_of`
 
 
 class NotModelled(NotImplementedError):
@@ -162,8 +162,21 @@ def other_scalar_type(tensor: torch.Tensor, other: torch.Tensor) -> RuntimeError
     return RuntimeError(f"expected scalar type {scalar_type(tensor)} but found {scalar_type(other)}")
 
 
-def in_words_of_cuda(text: str) -> str:
-    """`text`, an error of a kernel of the CPU, with CUDA's names of kernels and types of tensors (errors.toml)."""
+def raise_instead_of(error: RuntimeError, operator: str, shapes_only: bool) -> None:
+    """Raise what the program is told in place of a kernel's `error`, if anything: kernels and types of tensors have
+    CUDA's names (errors.toml). operator: "aten::mm", with its overload."""
+    text, name = str(error), operator.partition("::")[2]
+    if "DefaultCPUAllocator" in text:
+        raise MemoryError(
+            f"This computer ran out of its own memory in {name}. Virtual GPUs keep their tensors in "
+            "that memory. Use a smaller batch, or use shapes_only=True, which keeps no values."
+        ) from None
+    if text.startswith("Could not run '") and "'CPU' backend" in text:
+        raise not_modelled(f"{operator}, which exists only for CUDA") from None
+    if shapes_only and isinstance(error, NotImplementedError) and "Meta" in text:
+        raise needs_values(name.partition(".")[0]) from None
+    words = text
     for of_cpu, of_cuda in (WORDS | figures.beside(__file__)).items():
-        text = re.sub(of_cpu, of_cuda, text)
-    return text
+        words = re.sub(of_cpu, of_cuda, words)
+    if words != text:
+        raise type(error)(words) from None

@@ -23,7 +23,7 @@ from virtual_gpus.placement.random_numbers import count_draws, default_generator
 from virtual_gpus.placement.storages import UNRECORDED, Record, follow_size, gpu_of, place_all, put, scratch, tensors_in
 from virtual_gpus.threads import this_thread
 
-# Of the devices that a custom operator has functions for; None stands for all others.
+# The key of each device that a custom operator can have a function for. Its function for None serves all others.
 _KEYS = {"cuda": torch._C.DispatchKey.CUDA, "cpu": torch._C.DispatchKey.CPU,
          None: torch._C.DispatchKey.CompositeExplicitAutograd}  # fmt: skip
 
@@ -90,9 +90,9 @@ class Operator:
     """The facts of one overload (`aten.mm.default`), found once and kept.
 
     name: "add.Tensor", with the overload; base: without. row: what its feature knows of it. kernel: what computes it.
-    kernels: that by dispatch key, for an operator of higher order or in Python. names, positions: of its arguments.
+    kernels: that by dispatch key, for an operator of higher order or in Python. positions: of its arguments, by name.
     takes_first: so many arguments may be tensors, and named ones if takes_by_name. written: what it writes to, outputs
-    if that is `out=`, and filled for either. keeps_answers: whether its results on meta tensors are new ones and
+    if that is `out=`. keeps_answers: whether its results on meta tensors are new ones and
     follow from the forms of its inputs alone. is_composite: it calls operators that autograd sees; has_parts: others.
     needs_values: what it returns has a size that hangs on values, or is one. arguments: those that its time hangs on;
     wants_more: on these or strides. takes_generator: its numbers come from a generator that it is given.
@@ -120,13 +120,12 @@ class Operator:
         self.name = schema.name.partition("::")[2] + (f".{schema.overload_name}" if schema.overload_name else "")
         self.base = self.name.partition(".")[0]
         self.row = row_of(self.base)
-        self.names = [a.name for a in schema.arguments]
-        self.positions = {name: position for position, name in enumerate(self.names)}
+        self.positions = {a.name: position for position, a in enumerate(schema.arguments)}
         self._schema, self._defaults = schema, dict[str, Any]()
         self.written = {a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write}
         self.outputs = [a.name for a in schema.arguments if a.kwarg_only and a.name in self.written]  # `out=`
         self.changes_size = "resize" in self.base or self.base == "set_" or bool(self.outputs)
-        self.in_place, self.filled = bool(self.written) and not self.outputs, self.outputs or self.written
+        self.in_place = bool(self.written) and not self.outputs
         first = schema.returns[0].alias_info if schema.returns else None
         self.is_view = first is not None and not first.is_write
 
@@ -145,7 +144,7 @@ class Operator:
             instead = self.row.cpu_kernel
             self.kernel = (instead and instead(func)) or func._op  # as `func` does itself, with a call into Python
             takes = [a for a in arguments if "Tensor" in str(a.type)]
-            self.takes_first = max((self.names.index(a.name) + 1 for a in takes if not a.kwarg_only), default=0)
+            self.takes_first = max((self.positions[a.name] + 1 for a in takes if not a.kwarg_only), default=0)
             self.takes_by_name = any(a.kwarg_only for a in takes)
             moves = self.is_view or self.row.crosses or self.changes_size or torch.Tag.inplace_view in self.tags
             self.keeps_answers = bool(takes) and not moves
@@ -155,7 +154,7 @@ class Operator:
     def _read_random_numbers(self, func: _Func) -> None:
         """Whether it draws numbers, and which overload takes a generator: `randint.low` has `randint.low_generator`."""
         seeded, twin = torch.Tag.nondeterministic_seeded in self.tags, f"{self._schema.overload_name}_generator"
-        self.has_generator = "generator" in self.names
+        self.has_generator = "generator" in self.positions
         packet = func.overloadpacket if isinstance(func, torch._ops.OpOverload) and seeded else None
         self.with_generator: Any = getattr(packet, twin.removeprefix("_"), None)
         self.takes_generator = self.has_generator or self.with_generator is not None
@@ -166,7 +165,7 @@ class Operator:
         """What decides about the route of an operator: the first of these that it is."""
         if self.is_composite:
             return "composite"
-        if "device" in self.names:
+        if "device" in self.positions:
             return "factory"
         if self.by_element:
             return KINDS.get(self.func.namespace, "list")
@@ -254,7 +253,7 @@ class OpCall:
 
     def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(argument name, tensor) in the schema's order; a list of tensors gives its name several times."""
-        for name, value in [*zip(self.op.names, self.args, strict=False), *self.kwargs.items()]:
+        for name, value in [*zip(self.op.positions, self.args, strict=False), *self.kwargs.items()]:
             for tensor in tensors_in(value):
                 yield name, tensor
 
@@ -271,38 +270,35 @@ class OpCall:
         return tensor
 
     def compute(self, has_generator: bool = False) -> Any:
-        """Run the operator's own kernel. Its results hold no GPU memory yet: `place` them, in CUDA's order."""
+        """The results of the operator's own kernel. They hold no GPU memory yet: `place` them, in CUDA's order."""
         op = self.op
         if op.takes_generator and not has_generator:
-            return self._draw()
+            return self._compute_random()
         if self.gpu.machine.shapes_only and op.keeps_answers:
-            return known.ask(op, self._run_on_shapes, self.args, self.kwargs, op.by_element, op.in_place)
-        return self._run()
+            return known.ask(op, self._call_meta_kernel, self.args, self.kwargs, op.by_element, op.in_place)
+        return self._call_kernel()
 
     def place(self, result: Any) -> Any:
         """Give results their blocks on the GPU: a tensor, None, or lists of them; `out=` grows. Returns `result`."""
         place_all(result, self.gpu)
         if self.op.changes_size:
-            self._follow_sizes()
+            for _, tensor in self.named_tensors():
+                follow_size(tensor)
         return result
-
-    def _follow_sizes(self) -> None:
-        for _, tensor in self.named_tensors():
-            follow_size(tensor)
 
     def run(self, *then: int) -> Any:
         """Compute, and place all results in the order in which they are returned. then: `scratch` for after that."""
         result = self.compute()
         place_all(result, self.gpu)
-        if self.op.changes_size:  # as `place` does, without its call
-            self._follow_sizes()
+        if self.op.changes_size:  # `place` does both, but its call costs
+            self.place(result)
         if then:
             with self.scratch(*then):
                 pass
         return result
 
-    def run_in_place(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Run what CUDA does in place of `tensor`, and PyTorch here does not: the result takes its block over."""
+    def compute_into(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Compute what CUDA writes into `tensor`, and PyTorch here does not. The result takes its block over."""
         return put(self.compute(), tensor.untyped_storage()._record)  # type: ignore  # see `record_of`
 
     def scratch(self, *sizes: int) -> scratch:
@@ -311,7 +307,7 @@ class OpCall:
 
     # ---- kernels ----
 
-    def _draw(self) -> Any:
+    def _compute_random(self) -> Any:
         """The results of an operator that draws numbers, from the generator that was asked for or the GPU's own."""
         op, gpu = self.op, self.gpu
         if op.has_generator:
@@ -329,17 +325,17 @@ class OpCall:
         count_draws(generator, elements, gpu.spec.multi_processor_count * gpu.spec.threads)
         return result
 
-    def _run_on_shapes(self) -> Any:
-        """What the kernel answers without values. The CPU is asked of mixed types first, with few numbers of each."""
+    def _call_meta_kernel(self) -> Any:
+        """What PyTorch answers without values. Mixed types are tried on the CPU first, with a few numbers of each."""
         if self.op.row.refuses_mixtures and len({tensor.dtype for tensor in self.tensors}) > 1:
             given = self.args, self.kwargs
             self.args, self.kwargs = tree_map_only(_Tensor, _few_zeros, given)
-            self._run()
+            self._call_kernel()
             self.args, self.kwargs = given
-        return self._run()
+        return self._call_kernel()
 
-    def _run(self) -> Any:
-        """What the kernel computes of the arguments."""
+    def _call_kernel(self) -> Any:
+        """What the kernel answers. Its errors are told in CUDA's words."""
         this_thread.in_kernel = True
         try:
             if self.op.draws_by_default:
@@ -347,17 +343,7 @@ class OpCall:
                     return self.kernel(*self.args, **self.kwargs)
             return self.kernel(*self.args, **self.kwargs)
         except RuntimeError as error:
-            if "DefaultCPUAllocator" in str(error):
-                raise MemoryError(
-                    f"This computer ran out of its own memory in {self.op.name}. Virtual GPUs keep their tensors in "
-                    "that memory. Use a smaller batch, or use shapes_only=True, which keeps no values."
-                ) from None
-            if str(error).startswith("Could not run '") and "'CPU' backend" in str(error):
-                raise errors.not_modelled(f"{self.func.name()}, which exists only for CUDA") from None
-            if self.gpu.machine.shapes_only and isinstance(error, NotImplementedError) and "Meta" in str(error):
-                raise errors.needs_values(self.op.base) from None
-            if (text := errors.in_words_of_cuda(str(error))) != str(error):
-                raise type(error)(text) from None
+            errors.raise_instead_of(error, self.func.name(), self.gpu.machine.shapes_only)
             raise
         finally:
             this_thread.in_kernel = False

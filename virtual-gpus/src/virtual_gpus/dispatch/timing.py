@@ -142,7 +142,7 @@ def send(size: int, source: Place, target: Place, pinned: bool, blocking: bool) 
 
 def filled(call: OpCall) -> list[torch.Tensor]:
     """What an operator writes on, as its schema says."""
-    return [tensor for name, tensor in call.named_tensors() if name in call.op.filled]
+    return [tensor for name, tensor in call.named_tensors() if name in (call.op.outputs or call.op.written)]
 
 
 def _more(call: OpCall) -> tuple[Any, ...]:

@@ -39,7 +39,7 @@ def add(call: OpCall) -> torch.Tensor:
     args = call.args
     if len(call.tensors) == len(args) == 2 and not call.kwargs:
         if _engine_adds(call) if this_thread.in_backward else args[1].dim() == 1 and _linear_adds(call, args[0]):
-            return call.run_in_place(args[0])
+            return call.compute_into(args[0])
     return call.run()
 
 

@@ -168,7 +168,7 @@ def with_workspace(call: OpCall, kernel: str = "", where: slice = slice(0), lt: 
     if is_empty:
         return result
     handles: Handles = call.gpu.feature_state.get(_handles) or _handles.of(call.gpu)  # the former spares calls
-    if matrices and call.op.filled:
+    if matrices and call.op.written:
         matrices = (*matrices, result)
     if not all(map(torch.Tensor.is_contiguous, matrices)):
         copies = list(filter(None, map(copied_bytes, matrices)))

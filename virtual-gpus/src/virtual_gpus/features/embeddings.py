@@ -26,7 +26,7 @@ def embedding_backward(call: OpCall) -> torch.Tensor:
     """The dense gradient of an embedding's weight, or of a table of bags, for whose sums all indices are sorted."""
     (gradient, indices), bags = call.tensors[:2], "mode" in call.op.positions
     count, size = indices.numel(), indices.element_size()
-    by_frequency, copies = call["scale_grad_by_freq"], packed_copies(call, (call.op.names[0], "indices"))
+    by_frequency, copies = call["scale_grad_by_freq"], packed_copies(call, (next(iter(call.op.positions)), "indices"))
     if "sparse" in call.op.positions and call["sparse"]:
         return call.run()
     if call["mode"] == _MAX if bags else count <= _INDICES_WALKED and not by_frequency:

@@ -47,7 +47,7 @@ def index_put(call: OpCall) -> torch.Tensor:
     in_place = this_thread.in_backward and call.op.base == "index_put"
     with call.scratch(*made, 8 * count, copy, 8 * count, 8 * count):
         radix_sort(call, count, 8)
-        return call.run_in_place(target) if in_place else call.run()
+        return call.compute_into(target) if in_place else call.run()
 
 
 def masked_scatter(call: OpCall) -> torch.Tensor:

@@ -29,7 +29,7 @@ _library.impl("mish_backward", "Meta", torch.mul)
 
 def nll_loss_of_images(call: OpCall) -> torch.Tensor | tuple[torch.Tensor, ...]:
     """The loss of classes, for images of scores. A loss per pixel takes any strides (cuda/NLLLoss2d.cu)."""
-    inputs = ("target",) if "grad_output" in call.op.names else ("self", "target")
+    inputs = ("target",) if "grad_output" in call.op.positions else ("self", "target")
     return call.run(*packed_copies(call, () if call["reduction"] == _NO_REDUCTION else inputs, channels_first_copy))
 
 

@@ -25,7 +25,7 @@ _CAST = torch.bfloat16, torch.float32  # the types between which chunk_cat casts
 
 def split_with_sizes_copy(call: OpCall) -> list[torch.Tensor] | None:
     """The gathered buffer, into the tensors of the layer: split_with_sizes_copy_out_cuda."""
-    if "out" not in call.op.names:
+    if "out" not in call.op.positions:
         return call.run()
     source, sizes, outputs = call.args[0], call.args[1], call["out"]
     if not all(_is_dense(t) and t.dtype == source.dtype for t in (source, *outputs)):
@@ -48,7 +48,7 @@ def chunk_cat(call: OpCall) -> torch.Tensor:
     Where their types do not allow for the one kernel, gradients are cast and padded first.
     """
     tensors, dim, chunks = call.args[0], call["dim"] % call.args[0][0].dim(), call["num_chunks"]
-    out = call["out"] if "out" in call.op.names else None
+    out = call["out"] if "out" in call.op.positions else None
     wanted = tensors[0].dtype if out is None else out.dtype
     mixed = len({tensor.dtype for tensor in tensors}) > 1
     fits = all(_is_dense(t) and (t.dtype == wanted or (t.dtype, wanted) == _CAST) for t in tensors)

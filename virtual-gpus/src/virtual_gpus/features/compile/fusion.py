@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._pytree import tree_leaves
 
+from virtual_gpus.dispatch import timing
 from virtual_gpus.dispatch.operators import OpCall, row_of
 from virtual_gpus.follower import Charger
 from virtual_gpus.machine import VirtualGPU, VirtualMachine
@@ -107,7 +108,7 @@ class Fusion(Charger[VirtualGPU]):
         if call.op.is_view:
             return True
         given, time = set(map(allocation_of, call.tensors)), call.op.row.time
-        filled = [tensor for name, tensor in call.named_tensors() if name in call.op.filled]
+        filled = timing.filled(call)
         written = {allocation_of(tensor): nbytes(tensor) for tensor in tensors_in(result) or filled}
         if isinstance(owner, _CompiledCall):
             owner.made.update(allocation for allocation in written if allocation not in given and allocation)

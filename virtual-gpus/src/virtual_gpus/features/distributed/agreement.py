@@ -33,7 +33,7 @@ def purpose(call: OpCall, kind: str, nbytes: int, group: Any) -> str:
     row = COLLECTIVES[kind]
     if not row.at_root and row.whole != (0, 1):  # else ranks may have different numbers of bytes
         words += f", {nbytes:,} bytes"
-    root = next((call[name] for name in ("root_rank", "src") if name in call.op.names), None)
+    root = next((call[name] for name in ("root_rank", "src") if name in call.op.positions), None)
     return words if root is None else f"{words}, root {torch.distributed.get_process_group_ranks(group)[root]}"
 
 

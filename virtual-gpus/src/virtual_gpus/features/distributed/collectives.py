@@ -73,10 +73,10 @@ def charge(
     elif group is None:
         return
     elif kind in MESSAGES:
-        peer = next((call[side] for side in ("dst", "src") if side in call.op.names), None)
+        peer = next((call[side] for side in ("dst", "src") if side in call.op.positions), None)
         send_or_receive(kind, gpu, group, on_gpus([call.args[0]]), peer, call["tag"])
     elif name == "batch_p2p_ops":
-        for one, peer, tag, tensor in zip(*(call[n] for n in call.op.names[:4]), strict=True):
+        for one, peer, tag, tensor in zip(*(call[n] for n in call.op.positions[:4]), strict=True):
             send_or_receive(kind_of(one), gpu, group, [tensor], peer, tag)
     elif meeting is not None:
         results = [] if call.func.namespace == "c10d" else on_gpus([result])
@@ -202,7 +202,7 @@ def run(call: OpCall) -> Any:
         if one_rank.fill(call):
             return _answer(call)
         # What C++ sends by operators of c10d may be numbers that CUDA would have on the GPU: those of DDP's reducer.
-        if call.func.namespace != "c10d" and "group_name" in call.op.names:
+        if call.func.namespace != "c10d" and "group_name" in call.op.positions:
             groups.require_backend(_group_of(call), "cpu")  # of NCCL's groups; methods of a group say so themselves
         return on_host(call)
     gpu, group = call.gpu, _group_of(call)
@@ -262,7 +262,7 @@ def _functional(call: OpCall) -> Any:
 
 def _group_of(call: OpCall) -> torch.distributed.ProcessGroup | None:
     """The process group of a call: a TorchScript object among its arguments, or the name of one. None without one."""
-    if "group_name" in call.op.names:
+    if "group_name" in call.op.positions:
         group = call["group_name"]
         resolve: Callable[[Any], Any] = torch.distributed.distributed_c10d._resolve_process_group
         return resolve(group) if isinstance(group, str) else group
@@ -322,7 +322,7 @@ def _run_on_gloo(call: OpCall, stand_in: Callable[[torch.Tensor], torch.Tensor] 
 
     try:
         with below(), torch.no_grad():
-            call.args = tuple([argument(name, value) for name, value in zip(call.op.names, call.args, strict=False)])
+            call.args = tuple(map(argument, call.op.positions, call.args))
             call.kwargs = {name: argument(name, value) for name, value in call.kwargs.items()}
         if call.op.base == "alltoall_" and group is not None and groups.is_nccl(group):
             return _exchange(group, *call.args[:2])
