@@ -76,7 +76,7 @@ def charge(
         peer = next((call[side] for side in ("dst", "src") if side in call.op.positions), None)
         send_or_receive(kind, gpu, group, on_gpus([call.args[0]]), peer, call["tag"])
     elif name == "batch_p2p_ops":
-        for one, peer, tag, tensor in zip(*(call[n] for n in call.op.positions[:4]), strict=True):
+        for one, peer, tag, tensor in zip(*(call[n] for n in [*call.op.positions][:4]), strict=True):
             send_or_receive(kind_of(one), gpu, group, [tensor], peer, tag)
     elif meeting is not None:
         results = [] if call.func.namespace == "c10d" else on_gpus([result])
