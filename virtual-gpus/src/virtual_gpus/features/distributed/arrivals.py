@@ -1,7 +1,5 @@
 """When a tensor from other processes is here, and in which queue of its GPU a collective or a message stands."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple

@@ -10,8 +10,6 @@ is called; the host goes on. That is how NCCL works, and how DistributedDataPara
 pass, and FSDP2's all-gathers with the computation before.
 """
 
-from __future__ import annotations
-
 import ctypes
 import functools
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """Process groups: which backend a program asked for, whether other processes answer, and which links they use."""
 
-from __future__ import annotations
-
 import os
 import weakref
 from collections.abc import Sequence
@@ -13,7 +11,7 @@ from virtual_gpus.features.nccl.traffic import GroupLinks, links_of_group
 from virtual_gpus.machine import VirtualGPU
 from virtual_gpus.settings import Settings
 
-states: weakref.WeakKeyDictionary[Any, GroupState] = weakref.WeakKeyDictionary()
+states: weakref.WeakKeyDictionary[Any, "GroupState"] = weakref.WeakKeyDictionary()
 
 
 class GroupState:

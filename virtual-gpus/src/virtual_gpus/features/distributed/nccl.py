@@ -5,8 +5,6 @@ group's object, which all functions of torch.distributed call, therefore check w
 (torch/csrc/distributed/c10d) checks, in its words, and then hand gloo tensors of the shapes that it expects.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 import sys
@@ -42,7 +40,7 @@ _WRONG_SIZE = ("output tensor size must be equal to world_size times input tenso
 # ---- what is refused ----------------------------------------------------------------------------------------------
 
 
-def _check(call: _Method, op: Any, tensors: Sequence[torch.Tensor]) -> None:
+def _check(call: "_Method", op: Any, tensors: Sequence[torch.Tensor]) -> None:
     """`check_gpu_single_tensor`, the types, and `getNcclReduceOp`. op: of a reduction, or None."""
     name, kind = call.name, kind_of(call.name)
     for tensor in tensors:

@@ -6,8 +6,6 @@ of NCCL: `get_backend` and the devices of the group say so. `nccl` has the rules
 As one rank of many (`one_rank`), every group is PyTorch's "fake" one, and remembers what was asked for.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import functools

@@ -3,8 +3,6 @@
 Hooks on the nodes change streams during the pass. A program that makes no node on a stream of its own has no hooks.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
