@@ -92,11 +92,9 @@ def pytest_make_collect_report(collector):
 
 def pytest_runtest_setup(item):
     """Tests marked `gpu(n)` need n real GPUs, one if no number is given."""
-    marker = item.get_closest_marker("gpu")
-    if marker is None:
-        return
-    import torch
+    for marker in item.iter_markers("gpu"):
+        import torch
 
-    needed = marker.args[0] if marker.args else 1
-    if torch.cuda.device_count() < needed:
-        pytest.skip(f"needs {needed} real GPU(s), this machine has {torch.cuda.device_count()}")
+        needed = marker.args[0] if marker.args else 1
+        if torch.cuda.device_count() < needed:
+            pytest.skip(f"needs {needed} real GPU(s), this machine has {torch.cuda.device_count()}")

@@ -80,13 +80,13 @@ def main(arguments=None, root=ROOT):
     module = root / "src" / "virtual_gpus" / "features" / f"{options.name}.py"
     module.parent.mkdir(parents=True, exist_ok=True)
     texts = {module: MODULE, module.with_suffix(".toml"): FIGURES, module.with_suffix(".limits.md"): LIMITS,
-             root / "tests" / f"test_{options.name}.py": TEST}  # fmt: skip
+             root / "tests" / "features" / f"test_{options.name}.py": TEST}  # fmt: skip
     for path, text in texts.items():
         path.write_text(text.format(**vars(options)), encoding="utf-8", newline="\n")
         print(path.relative_to(root))
     print(f"Its arguments, of which call[NAME] gives one: {overload._schema}")
-    print("Fill the recipe and the test, and name the feature in tests/data/features.toml. Then run: "
-          f"pytest tests/test_{options.name}.py tests/test_layers.py tests/test_features.py")  # fmt: skip
+    print("Fill the recipe and the test. Then run: "
+          f"pytest tests/features/test_{options.name}.py tests/test_layers.py tests/test_features.py")  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ import importlib.util
 import os
 import pkgutil
 import signal
-import tomllib
 from pathlib import Path
 
 # Several test processes on few cores: one thread each, and the same last digits on every machine.
@@ -18,23 +17,20 @@ import pytest
 SETTINGS = ("CUDA_VISIBLE_DEVICES", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "CUBLAS_WORKSPACE_CONFIG",
             "CUBLASLT_WORKSPACE_SIZE", "TORCH_CUBLASLT_UNIFIED_WORKSPACE", "DISABLE_ADDMM_CUDA_LT")  # fmt: skip
 
-TOLD = tomllib.loads((Path(__file__).parent / "data" / "features.toml").read_text("utf-8"))
 FEATURES = Path(importlib.util.find_spec("virtual_gpus").origin).with_name("features")
 HERE = {module.name for module in pkgutil.iter_modules([str(FEATURES)])}
-GONE = {*TOLD["names"].split()} - HERE
-collect_ignore = [test for name in GONE for test in (f"test_{name}.py", *TOLD["tests"].get(name, ()))]
+TESTS_OF = Path(__file__).with_name("features").iterdir()  # a module or a folder with the name of each feature
+collect_ignore = [path for path in TESTS_OF if path.stem.removeprefix("test_") not in HERE]
 
 
 def pytest_runtest_setup(item):
     """Tests marked `gpu(n)` need n real GPUs, one if no number is given."""
-    marker = item.get_closest_marker("gpu")
-    if marker is None:
-        return
-    import torch
+    for marker in item.iter_markers("gpu"):
+        import torch
 
-    needed = marker.args[0] if marker.args else 1
-    if torch.cuda.device_count() < needed:
-        pytest.skip(f"needs {needed} real GPU(s), this machine has {torch.cuda.device_count()}")
+        needed = marker.args[0] if marker.args else 1
+        if torch.cuda.device_count() < needed:
+            pytest.skip(f"needs {needed} real GPU(s), this machine has {torch.cuda.device_count()}")
 
 
 @pytest.fixture(autouse=True)

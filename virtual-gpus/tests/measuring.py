@@ -10,6 +10,7 @@ from virtual_gpus.dispatch.operators import operator
 from virtual_gpus.machine import active
 
 MIB = 1 << 20
+FEATURES = Path(__file__).parent / "features"
 
 
 def table(name):
@@ -17,10 +18,15 @@ def table(name):
     return tomllib.loads((Path(__file__).parent / "data" / f"{name}.toml").read_text("utf-8"))
 
 
-def rows_of_features(tables):
-    """The rows of those of `tables`, by feature, whose features are there: (key, value), or the members of lists."""
-    here = {module.name for module in pkgutil.iter_modules(features.__path__)}
-    found = [rows for feature, rows in tables.items() if feature in here]
+def rows_of(feature):
+    """The tables of a feature, which lie with its tests: features/FEATURE.toml or features/FEATURE/rows.toml."""
+    found = [path for name in (f"{feature}.toml", f"{feature}/rows.toml") if (path := FEATURES / name).exists()]
+    return tomllib.loads(found[0].read_text("utf-8")) if found else {}
+
+
+def rows_of_features(name):
+    """The rows of the table `name` of all features that are there: (key, value), or the members of lists."""
+    found = [rows_of(module.name).get(name, ()) for module in pkgutil.iter_modules(features.__path__)]
     return [row for rows in found for row in (rows.items() if isinstance(rows, dict) else rows)]
 
 

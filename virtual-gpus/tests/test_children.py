@@ -16,6 +16,7 @@ from virtual_gpus.driver.nvidia_smi import GPUView
 NAMES = ("VIRTUAL_GPUS_CHILDREN", "VIRTUAL_GPUS_PYTHON", "PYTHONPATH", "PATH")
 GPUS = [GPUView(0, "NVIDIA A", "GPU-0", 3 << 20, (8, 0), [], 0.0),
         GPUView(1, "NVIDIA B", "GPU-1", 9 << 20, (9, 0), [(7, 2 << 20)], 0.5)]  # fmt: skip
+pytest.importorskip("virtual_gpus.features.multiprocessing")
 CHILD = """\
 import gc, importlib.util, json, os, subprocess
 assert importlib.util.find_spec("torch")  # as datasets and transformers ask before they import it

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from benchmarks.reference.networks import GPT, Recurrent, TokenEncoder
-from measuring import draw, function, rows_of_features, same, table
+from measuring import draw, function, rows_of_features, same
 from torch import nn
 from torch.nn.utils import rnn
 from virtual_gpus import virtual_gpus
@@ -328,7 +328,7 @@ def test_inference_mode_counts_the_memory_of_every_part(gpus):
     assert one.is_inference() and one.device == gpus[1] and peak == peak_without_gradients > 0
 
 
-@pytest.mark.parametrize(("name", "code"), rows_of_features(table("programs")["draws"]))
+@pytest.mark.parametrize(("name", "code"), rows_of_features("draws"))
 def test_every_draw_follows_the_gpu_s_own_seed(gpus, name, code):
     def make(d):
         return eval(code)
@@ -402,7 +402,7 @@ def test_half_precision_is_computed_in_float32_where_the_cpu_has_no_kernels_for_
     assert weight.grad.dtype == dtype and image.grad is None
 
 
-@pytest.mark.parametrize("code", rows_of_features(table("programs")["halves"]))
+@pytest.mark.parametrize("code", rows_of_features("halves"))
 def test_half_precision_that_cuda_has_and_no_cpu_is_computed_in_float32(gpus, code):
     half, results = draw(1, 4, 8, 8).half(), []
     for x in (half.to(gpus[1]).requires_grad_(), half.float().requires_grad_()):

@@ -9,7 +9,7 @@ from measuring import rows_of_features, table
 from torch import nn
 from virtual_gpus import NotModelled, errors, virtual_gpus
 
-WRONG, ERRORS = table("wrong_settings")["virtual_gpus"], table("errors_of_cuda")
+WRONG = table("wrong_settings")["virtual_gpus"]
 ROWS = torch.tensor([0, 1])
 LONG, HALF = ({"dtype": kind, "device": 0} for kind in (torch.int64, torch.half))
 
@@ -33,7 +33,7 @@ def run(code, **tensors):
     return eval(code, globals() | {"F": nn.functional} | tensors)
 
 
-MIXTURES = dict(rows_of_features(ERRORS["mixed"]))
+MIXTURES = dict(rows_of_features("mixed"))
 
 
 @pytest.mark.parametrize("name", MIXTURES)
@@ -48,12 +48,12 @@ def test_mixed_devices(name):
 @pytest.mark.parametrize("devices", [(0, "cpu"), ("cpu", 0), (0, 1)])
 def test_losses_and_norms_refuse_an_argument_that_is_elsewhere(devices, shapes_only):
     with virtual_gpus(2, shapes_only=shapes_only):
-        for code in rows_of_features(ERRORS["two"]):
+        for code in rows_of_features("two"):
             with pytest.raises(RuntimeError, match="same device"):
                 run(code, x=one(4, 4, device=devices[0]), y=one(4, 4, device=devices[1]))
 
 
-@pytest.mark.parametrize(("words", "code"), rows_of_features(ERRORS["refused"]))
+@pytest.mark.parametrize(("words", "code"), rows_of_features("refused"))
 def test_what_cuda_refuses_and_the_cpu_computes(words, code):
     if "histogram" in words and not torch.version.cuda:
         pytest.skip("a build for CPUs has no kernels for CUDA")
@@ -62,27 +62,27 @@ def test_what_cuda_refuses_and_the_cpu_computes(words, code):
 
 
 @pytest.mark.parametrize("shapes_only", [False, True])
-@pytest.mark.parametrize(("words", "code"), rows_of_features(ERRORS["mixed_types"]))
+@pytest.mark.parametrize(("words", "code"), rows_of_features("mixed_types"))
 def test_types_that_differ_are_refused(words, code, shapes_only):
     with virtual_gpus(1, shapes_only=shapes_only), pytest.raises(RuntimeError, match=f"^{re.escape(words)}"):
         run(code)
 
 
-@pytest.mark.parametrize("code", rows_of_features(ERRORS["computed"]))
+@pytest.mark.parametrize("code", rows_of_features("computed"))
 def test_what_cuda_computes(code):
     assert run(code)
 
 
 def test_operators_without_a_deterministic_algorithm_are_refused():
     torch.use_deterministic_algorithms(True)
-    for name, code in rows_of_features(ERRORS["not_deterministic"]):
+    for name, code in rows_of_features("not_deterministic"):
         with pytest.raises(RuntimeError, match=f"^{name} does not have a deterministic implementation"):
             run(code)
     with warnings.catch_warnings(action="error"):
-        for code in rows_of_features(ERRORS["deterministic"]):
+        for code in rows_of_features("deterministic"):
             run(code)
     torch.use_deterministic_algorithms(True, warn_only=True)
-    for name, code in rows_of_features(ERRORS["not_deterministic"]):
+    for name, code in rows_of_features("not_deterministic"):
         with pytest.warns(UserWarning, match=f"^{name} does not have a deterministic implementation"):
             run(code)
 
@@ -106,7 +106,7 @@ def test_numpy_of_a_gpu_tensor():
             act()
 
 
-@pytest.mark.parametrize("code", rows_of_features(ERRORS["missing"]))
+@pytest.mark.parametrize("code", rows_of_features("missing"))
 def test_a_gpu_that_does_not_exist(code):
     with pytest.raises(torch.AcceleratorError, match="^CUDA error: invalid device ordinal\nGPU device may be out of"):
         run(code)
@@ -118,7 +118,7 @@ def test_bad_arguments_say_what_to_do(arguments, text):
         virtual_gpus(**{"count": 2, **arguments})
 
 
-@pytest.mark.parametrize(("name", "code"), rows_of_features(ERRORS["not_modelled"]))
+@pytest.mark.parametrize(("name", "code"), rows_of_features("not_modelled"))
 def test_what_is_not_modelled_names_itself(name, code):
     with pytest.raises(NotModelled, match=f"Virtual GPUs do not model .*({name})"):
         run(code, x=one(2, device=0))

@@ -3,13 +3,12 @@
 import ast
 import os
 import pkgutil
-import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from measuring import table
+from measuring import rows_of
 from virtual_gpus import features
 
 FOLDER = Path(features.__file__).parent
@@ -17,9 +16,8 @@ FOLDER = Path(features.__file__).parent
 BASE = {"cuda", "tensors"}
 FEATURES = {module.name for module in pkgutil.iter_modules(features.__path__)} - BASE
 TESTS = Path(__file__).parent
-TOLD = table("features")
-SETTINGS, GO_TOO = TOLD["settings"], {name: set(also) for name, also in TOLD["go_too"].items()}
-ABOUT = {name: {f"test_{name}.py", *TOLD["tests"].get(name, ())} for name in TOLD["names"].split()}
+ROWS = {name: rows_of(name) for name in FEATURES | BASE}
+SETTINGS = {name: rows["settings"] for name, rows in ROWS.items() if "settings" in rows}
 PROGRAM = """
 import importlib.abc, os, pkgutil, sys, torch
 
@@ -90,24 +88,25 @@ def test_all_of_a_feature_has_its_name_or_lies_in_its_folder():
 
 
 def test_features_that_go_with_another_are_few():
-    uses = {name: used_by(name) for name in FEATURES | BASE}
-    assert {name: found for name in FEATURES if (found := {other for other in uses if name in uses[other]})} == GO_TOO
+    for name, rows in ROWS.items():
+        assert used_by(name) - BASE == {*rows.get("uses", ())}, name
 
 
 def test_tests_of_a_feature_are_named_and_go_with_it():
-    there = {path.name for path in TESTS.glob("test_*.py")}
-    assert ABOUT.keys() == FEATURES and all(names & there for names in ABOUT.values())
-    assert {name for names in TOLD["tests"].values() for name in names} <= there
-    rows = *table("errors_of_cuda").values(), *table("programs").values(), table("functional_collectives")
-    assert set().union(*rows) <= ABOUT.keys() | BASE
-    for path in TESTS.glob("test_*.py"):
-        imported = re.findall(r"(?m)^from virtual_gpus\.features(?:\.| import )(\w+)", path.read_text("utf-8"))
-        assert {*imported} - BASE <= {name for name in ABOUT if path.name in ABOUT[name]}, path.name
+    there, folder = [*TESTS.rglob("test_*.py")], TESTS / "features"
+    alone = {path.stem.removeprefix("test_") for path in folder.glob("test_*.py")}
+    together = {path.parent.name for path in folder.glob("*/test_*.py")}
+    assert alone | together == FEATURES and not alone & together
+    assert {path.name for path in folder.rglob("*.toml")} <= {f"{name}.toml" for name in alone | BASE | {"rows"}}
+    assert len({path.name for path in there}) == len(there), "pytest imports test modules by these names"
+    text = "".join(path.read_text("utf-8") for path in there)
+    assert {name for rows in ROWS.values() for name in rows if f'"{name}"' not in text} == set(), "nobody reads them"
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="a process for each feature, with PyTorch imported once")
 def test_a_network_trains_without_any_of_the_others():
-    cases = [FEATURES, *({name} | GO_TOO.get(name, set()) for name in sorted(FEATURES))]
+    users = {name: {user for user, rows in ROWS.items() if name in rows.get("uses", ())} for name in FEATURES}
+    cases = [FEATURES, *({name} | users[name] for name in sorted(FEATURES))]
     program = f"CASES, SETTINGS = {cases!r}, {SETTINGS!r}\n{PROGRAM}"
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert not run.returncode, run.stdout + run.stderr

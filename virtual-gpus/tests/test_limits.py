@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 import virtual_gpus as package
-from measuring import recorded, table
+from measuring import recorded, rows_of_features, seconds, table
 from virtual_gpus import virtual_gpus
 
 LISTED = re.split(r"^- ", package.__doc__.partition("Known limits")[2], flags=re.MULTILINE)[1:]
@@ -44,10 +44,6 @@ def scripts_have_the_cpu_s_operators():
     assert torch.jit.script(to_the_cpu)(torch.ones(2, device="cuda")).device.type == "cuda"
 
 
-def seconds(work):
-    return recorded(work).busy_seconds(0)
-
-
 def products_in_a_byte_take_those_of_two():
     x, half = (torch.ones(2048, 2048, device="cuda", dtype=kind) for kind in (torch.int8, torch.float16))
     product = seconds(lambda: half @ half)
@@ -64,7 +60,7 @@ SHOWN = {
     "TorchScript programs": scripts_have_the_cpu_s_operators,
     "An index out of range": lambda: pytest.raises(IndexError, lambda: torch.ones(3).cuda()[torch.tensor([5]).cuda()]),
 }
-ELSEWHERE = table("limits")
+ELSEWHERE = table("limits") | dict(rows_of_features("limits"))
 
 
 def test_every_known_limit_has_its_test():
@@ -73,7 +69,7 @@ def test_every_known_limit_has_its_test():
     assert unknown == gone == []
     for place in ELSEWHERE.values():
         name, _, test = place.partition("::")
-        path = Path(__file__).parent / name if test else Path(__file__).parents[1] / name
+        path = next(Path(__file__).parent.rglob(name), Path(name)) if test else Path(__file__).parents[1] / name
         assert path.exists() and (not test or f"def {test}" in path.read_text(encoding="utf-8")), place
 
 

@@ -9,6 +9,8 @@ from benchmarks import memory, memory_trace
 from benchmarks.reference import measure, real_gpu
 from virtual_gpus import virtual_gpus
 
+pytest.importorskip("virtual_gpus.features.conv")
+pytest.importorskip("virtual_gpus.features.rnn")
 CASE = "mlp_adamw_b256"
 
 

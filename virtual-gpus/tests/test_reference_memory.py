@@ -12,8 +12,9 @@ from benchmarks.reference.cases import CASES
 from benchmarks.reference.compare import GOAL, KNOWN_DIFFERENCES, OPERATOR_LIMIT, OPERATORS_WITHIN
 from measuring import table
 from virtual_gpus import figures
-from virtual_gpus.features.conv import workspaces as conv_workspaces
 
+conv_workspaces = pytest.importorskip("virtual_gpus.features.conv.workspaces")
+pytest.importorskip("virtual_gpus.features.rnn")
 FIRST = measure.load("steps.json")
 TORCH = FIRST["meta"]["torch"]
 STEPS = FIRST["cases"] | measure.load("second/steps.json")["cases"]

@@ -10,10 +10,10 @@ import GPUtil
 import pytest
 import torch
 from measuring import MIB, empty
+from ranks import run_ranks
 from virtual_gpus import NotModelled, active_machine, virtual_gpus
 from virtual_gpus.processes import shared_memory
 from virtual_gpus.processes.shared_memory import FOLDER
-from virtual_gpus.testing import run_ranks
 
 FORK, SPAWN = multiprocessing.get_context("fork"), multiprocessing.get_context("spawn")
 

@@ -4,12 +4,12 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from ranks import run_ranks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.experimental import context_parallel
 from torch.distributed.tensor.experimental._attention import context_parallel_unshard, set_rotate_method
 from torch.nn.attention import sdpa_kernel
 from virtual_gpus import record_timeline, virtual_gpus
-from virtual_gpus.testing import run_ranks
 
 CASES = [
     ("EFFICIENT_ATTENTION", "alltoall", 1e-6),

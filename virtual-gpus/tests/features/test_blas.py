@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from measuring import MIB, peak_of, sizes_of, table, times_of
+from measuring import MIB, peak_of, rows_of, sizes_of, times_of
 from torch.nn import functional as F
 from virtual_gpus import active_machine, virtual_gpus
 from virtual_gpus.features.blas import copied_bytes
@@ -33,7 +33,7 @@ def multiply(a):
     a @ a
 
 
-@pytest.mark.parametrize(("version", "settings", "product", "biased"), table("cublas_workspaces")["rules"])
+@pytest.mark.parametrize(("version", "settings", "product", "biased"), rows_of("blas")["workspaces"]["rules"])
 def test_by_version_and_environment(monkeypatch, version, settings, product, biased):
     monkeypatch.setattr("virtual_gpus.settings.INSTALLED", tuple(version))
     for name, value in settings.items():

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from virtual_gpus import virtual_gpus
 from virtual_gpus.placement.storages import has_values
 
+pytest.importorskip("virtual_gpus.features.rnn")
 DTYPES = {"attention": torch.float32, "attention in bfloat16": torch.bfloat16}
 NO_SECOND_DERIVATIVE = {
     "attention": "derivative for .*_efficient_attention_backward is",

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 import torch.nn.functional as F
-from measuring import rows_of_features, table
+from measuring import rows_of_features
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
@@ -37,7 +37,7 @@ def attention(x):
     return F.scaled_dot_product_attention(x, x, x)
 
 
-CASES = dict(rows_of_features(table("functional_collectives")))
+CASES = dict(rows_of_features("functional_collectives"))
 for case, operator in (("received", "irecv"), ("waited for together", "wait_tensors")):
     if not hasattr(OPS, operator):  # 2.11 has neither, 2.13 has the first
         del CASES[case]

@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from measuring import bytes_of, events_of, table
+from measuring import bytes_of, events_of, rows_of
 from pairwise import pairwise, title
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from virtual_gpus import virtual_gpus
@@ -118,7 +118,7 @@ def test_dropout_drops_the_same_weights_forward_and_backward(backend):
         torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
 
 
-CHOICES = table("attention_kernels")
+CHOICES = rows_of("attention")["kernels"]
 
 
 def _asked(kind, shape=(2, 4, 16, 64), dtype="float32", mask=None, learnt=False, dropout=0.0, causal=False, gqa=False,

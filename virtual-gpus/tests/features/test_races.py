@@ -10,6 +10,7 @@ from operator import methodcaller
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import run_ranks
 from torch import nn
 from torch.distributed._functional_collectives import all_reduce
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
@@ -18,7 +19,7 @@ from torch.nn.functional import rms_norm, scaled_dot_product_attention
 from torch.nn.parallel.comm import reduce_add
 from virtual_gpus import RaceError, virtual_gpus
 from virtual_gpus.switch import active_machine
-from virtual_gpus.testing import RankError, run_ranks
+from virtual_gpus.testing import RankError
 
 
 def current():

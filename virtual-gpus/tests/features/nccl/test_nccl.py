@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
-from measuring import table
+from measuring import rows_of
 from ranks import in_ranks, ones
 from torch.distributed._functional_collectives import all_reduce
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
@@ -140,7 +140,7 @@ def all_of_it(rank):
 def test_collectives_of_nccl():
     with virtual_gpus(2):
         (first, gradients, mixture, refused), (second, *_) = in_ranks(all_of_it, count=2)
-    assert first == table("nccl")
+    assert first == rows_of("nccl")["collectives"]
     assert second["scattered from a flat tensor"] == [[[8.0, 10.0], [12.0, 14.0]]]
     assert second["scattered unevenly"] == [[3.0] * 3] and second["all to all"] == [[1.0, 1.0], [2.0]]
     expected = mean_gradients(affine(), 1.5, "cpu")

@@ -5,7 +5,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
-from measuring import recorded, table
+from measuring import recorded, rows_of
 from ranks import fully_sharded
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -186,7 +186,7 @@ def test_queues_streams_and_waits():
         assert {"cuda:0, all-reduce, tp", "cuda:0, broadcast, tp", "cuda:0, all-reduce, dp"} < set(rows)
 
 
-PUBLISHED = table("bus_bandwidths")
+PUBLISHED = rows_of("nccl")["bus_bandwidths"]
 
 
 @pytest.mark.parametrize("kind, ranks, here, host, mebibytes, published, error", PUBLISHED["rows"])
