@@ -5,6 +5,7 @@ import os
 import pkgutil
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,7 @@ TESTS = Path(__file__).parent
 ROWS = {name: rows_of(name) for name in FEATURES | BASE}
 SETTINGS = {name: rows["settings"] for name, rows in ROWS.items() if "settings" in rows}
 PROGRAM = """
-import importlib.abc, os, pkgutil, sys, torch
+import importlib.abc, os, pkgutil, pytest, sys, torch
 
 class Gone(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path=None, target=None):
@@ -35,12 +36,8 @@ def train():
     from virtual_gpus import virtual_gpus
     assert all(getattr(package, name) for name in package.__all__ if name != "RaceError" or "races" not in GONE)
     for feature in GONE & SETTINGS.keys():
-        try:
+        with pytest.raises(ValueError, match=f"needs the feature '{feature}'"):
             virtual_gpus(2, **SETTINGS[feature]).start()
-        except ValueError as error:
-            assert f"needs the feature '{feature}'" in str(error)
-        else:
-            raise AssertionError(f"{SETTINGS[feature]} was ignored")
     with virtual_gpus(2):
         net = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.Flatten(), torch.nn.Linear(16, 5)).to("cuda:1")
         net(torch.ones(2, 3, 4, 4, device="cuda:1")).softmax(1).sum().backward()
@@ -55,11 +52,8 @@ def train():
         torch.distributed.all_reduce(total := torch.ones(2))
         assert total.tolist() == [1, 1]
         torch.distributed.destroy_process_group()
-        try:
+        with pytest.raises(RuntimeError):  # devices are mixed
             net(torch.ones(2, 3, 4, 4))
-        except RuntimeError:
-            return
-        raise AssertionError("devices were mixed")
 
 walk, pkgutil.iter_modules = pkgutil.iter_modules, modules
 sys.meta_path.insert(0, Gone())
@@ -85,6 +79,14 @@ def test_all_of_a_feature_has_its_name_or_lies_in_its_folder():
     names = {f"{name}{end}" for name in FEATURES | BASE for end in (".py", ".toml", ".limits.md")} | {"__init__.py"}
     assert {path.name for path in FOLDER.iterdir() if path.is_file()} <= names
     assert {path.name for path in FOLDER.glob("*/*.*") if ".py" not in path.name} <= {"figures.toml", "limits.md"}
+
+
+def test_no_name_of_a_feature_is_unknown_as_a_misspelt_one_would_be():
+    sources = [path.read_text("utf-8") for path in FOLDER.parent.rglob("*.py")]
+    words = Counter(word for text in sources for word in re.findall(r"\w+", text))
+    names = {name for module in features.MODULES for name in vars(module) if words[name] == 1 and name[0] != "_"}
+    modules = {module.__name__.rpartition(".")[2] for module in features.MODULES}
+    assert names - modules <= {*re.findall(r"(?m)^    (\w+)(?:\(\w*\))?  ", features.__doc__)}
 
 
 def test_features_that_go_with_another_are_few():

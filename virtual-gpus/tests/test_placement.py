@@ -98,14 +98,17 @@ def test_a_class_with_functions_in_a_table_is_told_those():
 class Seeing(torch.overrides.TorchFunctionMode):
     def __torch_function__(self, function, types, args=(), kwargs=None):
         self.seen = function
-        return function(*args, **kwargs)
+        return function(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("function", [torch.arange, torch.tensor])
-def test_a_mode_is_told_a_factory_by_its_name(function):
+def test_a_mode_is_told_a_factory_and_an_attribute_by_its_name(function):
     with Seeing() as mode:
         x = getattr(torch, function.__name__)(3, device="cuda:1")
     assert x.device == ONE and mode.seen is getattr(torch, function.__name__) and mode.seen == function
+    with mode:
+        assert x.device == ONE and mode.seen == torch.Tensor.device.__get__
+        assert x.is_cuda and mode.seen == torch.Tensor.is_cuda.__get__
 
 
 def test_the_current_gpu_and_a_default_device():

@@ -1,8 +1,9 @@
 """Entrances: the functions through which PyTorch and the user's program call this package.
 
 The traceback of an error ends at the line of the caller, as for errors from C++. A traceback that is kept therefore
-holds no frame of this package and no tensor. The code behind an entrance can find the Python instruction of the call,
-and the line of the program: the innermost one outside PyTorch and this package.
+holds no frame of this package and no tensor, unless the error is a mistake in this package. The code behind an entrance
+can find the Python instruction of the call, and the line of the program: the innermost one outside PyTorch and this
+package.
 """
 
 import functools
@@ -23,6 +24,8 @@ _HERE = str(pathlib.Path(__file__).parent)
 # PyTorch, what wraps its old functions, and this package.
 _NOT_OF_PROGRAM = (str(pathlib.Path(torch.__file__).parent) + os.sep, typing_extensions.__file__,
                    _HERE + os.sep, "<frozen")  # fmt: skip
+# What Python raises for a mistake in a program. PyTorch's own errors of these types are IndexErrors with other words.
+_MISTAKES, _INDEX = (AssertionError, AttributeError, NameError, LookupError), "index out of range"
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
@@ -55,7 +58,9 @@ def seen_from_outside(error: BaseException) -> str | None:
         traceback = error.__traceback__  # below frames of this package may be others, as of a custom operator
         while traceback is not None and traceback.tb_frame.f_code.co_filename.startswith(_HERE):
             traceback = traceback.tb_next
-        error.__traceback__ = traceback
+        is_mistake = isinstance(error, _MISTAKES) and not (isinstance(error, IndexError) and error.args != (_INDEX,))
+        if traceback is not None or not is_mistake:
+            error.__traceback__ = traceback
         return None
     text = oom_message(error, vars(error)["gpu"].index)  # see `VirtualGPU.allocate`
     error.__traceback__ = error.__context__ = None  # they hold the frames, and those the tensors

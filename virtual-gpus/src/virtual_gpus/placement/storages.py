@@ -12,6 +12,7 @@ from itertools import repeat
 from typing import Any, Self
 
 import torch
+from torch.overrides import has_torch_function_unary
 
 from virtual_gpus.machine import VirtualGPU, active
 from virtual_gpus.threads import this_thread
@@ -217,10 +218,10 @@ def gpu_of(tensor: torch.Tensor) -> VirtualGPU | None:
 
 def device_of(tensor: torch.Tensor) -> torch.device:
     """What `tensor.device` says: cuda:i for a tensor on a virtual GPU, else PyTorch's own answer."""
-    if this_thread.in_kernel or active() is None:
+    if this_thread.in_kernel or has_torch_function_unary(tensor):  # PyTorch asks a mode or subclass, which asks here
         return RAW_DEVICE(tensor)
-    try:  # `gpu_of`, without its calls: programs ask often
-        gpu: VirtualGPU | None = tensor.untyped_storage()._record.gpu  # type: ignore  # see `record_of`
+    try:  # `gpu_of` and `record_of`, without their calls: programs ask often
+        gpu: VirtualGPU | None = getattr(tensor.untyped_storage(), "_record", UNRECORDED).gpu
         if gpu is None:
             if not is_wrapper(type(tensor)):
                 return RAW_DEVICE(tensor)
@@ -228,7 +229,7 @@ def device_of(tensor: torch.Tensor) -> torch.device:
             return _cuda(gpu.index)
     except (NotImplementedError, RuntimeError):
         pass
-    gpu = gpu_of(tensor)
+    gpu = None if active() is None else gpu_of(tensor)
     return RAW_DEVICE(tensor) if gpu is None else _cuda(gpu.index)
 
 

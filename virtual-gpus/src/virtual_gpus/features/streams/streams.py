@@ -17,10 +17,9 @@ from virtual_gpus import errors
 from virtual_gpus.clock.cost import FREE
 from virtual_gpus.dispatch.operators import Row
 from virtual_gpus.features.cuda.devices import gpu_at
-from virtual_gpus.features.tensors.attributes import gpu_as_seen
 from virtual_gpus.machine import Kept, VirtualGPU, VirtualMachine
 from virtual_gpus.patches.table import Patch, in_package
-from virtual_gpus.placement.storages import storages
+from virtual_gpus.placement.storages import gpu_of, storages
 
 _POOL = 32  # streams of a GPU and a priority, handed out in turn (c10/cuda/CUDAStream.cpp)
 _CUDA = 1  # c10::DeviceType::CUDA
@@ -235,7 +234,7 @@ def _cuda_setStream(stream_id: int, device_index: int, device_type: int = _CUDA)
 
 def record_stream(self: torch.Tensor, stream: Stream) -> None:
     """Tell the allocator of a second stream: once freed, the block waits until that stream has come so far."""
-    gpu = gpu_as_seen(self)
+    gpu = gpu_of(self)
     if gpu is None:
         return _raw_record_stream(self, stream)
     other = gpu.machine.gpus[stream.device_index].slot, stream.stream_id

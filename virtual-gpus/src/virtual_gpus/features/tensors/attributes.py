@@ -1,10 +1,11 @@
 """What a tensor says of itself: device, is_cuda, get_device, type, numpy."""
 
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorConverter
+from torch.overrides import has_torch_function_unary
 
 from virtual_gpus import errors
 from virtual_gpus.dispatch.valueless import NotKept
@@ -17,19 +18,21 @@ from virtual_gpus.threads import below, this_thread
 _raw = torch._C.TensorBase
 _raw_data: Any = vars(_raw)["data"]  # a descriptor
 _is_meta = vars(_raw)["is_meta"].__get__
+_raw_interface: Any = vars(torch.Tensor)["__cuda_array_interface__"]
 _raw_str = torch._tensor_str._str
 _raw_make_wrapper, _raw_from_real = torch.Tensor._make_wrapper_subclass, FakeTensorConverter.from_real_tensor
 
 
 def gpu_as_seen(tensor: torch.Tensor) -> VirtualGPU | None:
-    """The virtual GPU that holds `tensor`, as the program sees it. Kernels see none."""
-    return None if this_thread.in_kernel or active() is None else gpu_of(tensor)
+    """The virtual GPU that holds `tensor`, as the program sees it. Kernels see none, and neither do calls that are not
+    answered here: PyTorch hands them to a function mode or subclass first, and that calls again."""
+    return None if this_thread.in_kernel or has_torch_function_unary(tensor) or active() is None else gpu_of(tensor)
 
 
 def _flag(name: str) -> Callable[[torch.Tensor], bool]:
     """`is_cuda`, True for a tensor on a virtual GPU; `is_cpu` or `is_meta`, False there, with shapes_only as well."""
-    raw, on_gpu = getattr(_raw, name).__get__, name == "is_cuda"
-    return lambda tensor: raw(tensor) if gpu_as_seen(tensor) is None else on_gpu
+    raw, kind = getattr(_raw, name).__get__, name.removeprefix("is_")
+    return lambda tensor: raw(tensor) if has_torch_function_unary(tensor) else device_of(tensor).type == kind
 
 
 def get_device(self: torch.Tensor) -> int:
@@ -66,7 +69,7 @@ def tolist(self: torch.Tensor) -> list[Any] | int | float | bool | complex:
 def _host_reads(tensor: torch.Tensor, name: str) -> None:
     """Readers of CPU tensors that no dispatch mode sees."""
     machine = active()
-    if machine is not None and not this_thread.in_kernel:
+    if machine is not None and not this_thread.in_kernel and not has_torch_function_unary(tensor):
         machine.follower.kernel(name, [tensor], ())
 
 
@@ -131,9 +134,9 @@ def from_real_tensor(self: FakeTensorConverter, *args: Any, **kwargs: Any) -> Fa
         return _raw_from_real(self, *args, **kwargs)
 
 
-def _cuda_array_interface(self: torch.Tensor) -> NoReturn:
+def _cuda_array_interface(self: torch.Tensor) -> dict[str, Any]:
     if gpu_as_seen(self) is None:
-        raise AttributeError(f"Can't get __cuda_array_interface__ on non-CUDA tensor type: {self.type()}")
+        return _raw_interface.__get__(self)
     raise errors.not_modelled("__cuda_array_interface__")
 
 

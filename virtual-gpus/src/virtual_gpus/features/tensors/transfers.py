@@ -3,7 +3,7 @@
 from typing import Any
 
 import torch
-from torch.overrides import handle_torch_function, has_torch_function_unary
+from torch.overrides import has_torch_function_unary
 from torch.types import Device
 
 from virtual_gpus.clock.cost import CHARGED_ELSEWHERE, READS_AND_WRITES
@@ -11,6 +11,7 @@ from virtual_gpus.dispatch.copies import Dtype, Format, Tensor, move
 from virtual_gpus.dispatch.mode import enter_thread
 from virtual_gpus.dispatch.operators import Row
 from virtual_gpus.entrance import entrance
+from virtual_gpus.features.tensors.attributes import get_device
 from virtual_gpus.features.tensors.device_numbers import named
 from virtual_gpus.machine import active, find_gpu
 from virtual_gpus.patches.table import Patch
@@ -52,10 +53,8 @@ def _flag(args: tuple[Any, ...], position: int, kwargs: dict[str, Any], name: st
 def to(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """`Tensor.to` with virtual devices."""
     machine = active()
-    if machine is None or this_thread.in_kernel:
+    if machine is None or this_thread.in_kernel or has_torch_function_unary(self):  # see `gpu_as_seen`
         return _raw["to"](self, *args, **kwargs)
-    if has_torch_function_unary(self):  # a subclass, or a mode
-        return handle_torch_function(to, (self,), self, *args, **kwargs)
     device, dtype, copy, memory_format, blocking = _parse_to(args, kwargs)
     if device is None or device.type not in ("cpu", "cuda"):
         return _raw["to"](self, *args, **kwargs)
@@ -71,10 +70,8 @@ def to(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
 def cuda(self: Tensor, device: Device = None, non_blocking: bool = False, memory_format: Format = _AS_IS) -> Tensor:
     """`Tensor.cuda`: to the current GPU, or to the one named."""
     machine = active()
-    if machine is None:
-        return _raw["cuda"](self, device, non_blocking, memory_format)
-    if has_torch_function_unary(self):
-        return handle_torch_function(cuda, (self,), self, device, non_blocking, memory_format)
+    if machine is None or has_torch_function_unary(self):
+        return _raw["cuda"](self, device, non_blocking, memory_format=memory_format)
     device = as_device(device) or torch.device("cuda", machine.current)
     if device.type != "cuda":
         raise RuntimeError(f"Invalid device, must be cuda device (got {device})")
@@ -83,10 +80,8 @@ def cuda(self: Tensor, device: Device = None, non_blocking: bool = False, memory
 
 def cpu(self: Tensor, memory_format: Format = _AS_IS) -> Tensor:
     """`Tensor.cpu`: a copy in the computer's memory, or the tensor itself when it is there."""
-    if gpu_of(self) is None or active() is None:
+    if has_torch_function_unary(self) or gpu_of(self) is None or active() is None:
         return _raw["cpu"](self, memory_format=memory_format)
-    if has_torch_function_unary(self):
-        return handle_torch_function(cpu, (self,), self, memory_format)
     return move(self, None, None, memory_format, False)
 
 
@@ -108,7 +103,8 @@ def pin_memory(self: Tensor, device: Device = None) -> Tensor:
 
 def is_pinned(self: Tensor, device: Device = None) -> bool:
     """True for what `pin_memory` returned."""
-    return says_pinned(self) if active() is not None else _raw["is_pinned"](self)
+    is_answered = active() is not None and not has_torch_function_unary(self)
+    return says_pinned(self) if is_answered else _raw["is_pinned"](self)
 
 
 def _has_compatible_shallow_copy_type(input: Tensor, from_: Tensor) -> bool:
@@ -139,7 +135,8 @@ class save_on_cpu(torch.autograd.graph.save_on_cpu):
 
 def patches() -> list[Patch]:
     lazy = vars(torch.nn.parameter)["UninitializedTensorMixin"]  # it knows what it lets pass by what it was before
+    passes = [*lazy._allowed_methods, to, cuda, cpu, get_device, Tensor.untyped_storage]
     rows: list[Patch] = [(Tensor, f.__name__, f) for f in (to, cuda, cpu, type_as, pin_memory, is_pinned)]
     rows += [(torch, "_has_compatible_shallow_copy_type", _has_compatible_shallow_copy_type)]
     rows += [(torch.autograd.graph, "save_on_cpu", save_on_cpu)]
-    return [*rows, (lazy, "_allowed_methods", [*lazy._allowed_methods, to, cuda, cpu, Tensor.untyped_storage])]
+    return [*rows, (lazy, "_allowed_methods", passes)]
