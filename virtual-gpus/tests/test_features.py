@@ -3,6 +3,7 @@
 import ast
 import os
 import pkgutil
+import re
 import subprocess
 import sys
 from collections import Counter
