@@ -16,9 +16,10 @@ from virtual_gpus.dispatch.operators import OpCall, Route, asked_generator
 from virtual_gpus.dispatch.timing import charge_op, charge_read
 from virtual_gpus.entrance import calling_frame
 from virtual_gpus.placement.creation_sites import forget_creation_site, may_be_adopted, record_creation_site
-from virtual_gpus.placement.storages import former_gpu_of, gpu_of, has_storage, has_values, place, storages
+from virtual_gpus.placement.storages import former_gpu_of, gpu_of, has_values, place, storages
 from virtual_gpus.threads import seen, this_thread
 
+_has_storage = torch._C._has_storage
 _CUDA, _CPU = torch._C.DispatchKey.CUDA, torch._C.DispatchKey.CPU
 _SIZED = {torch.Tag.dynamic_output_shape}  # whose result's size hangs on values
 _COMPOSITE = (torch._C.DispatchKey.CompositeExplicitAutograd, torch._C.DispatchKey.CompositeImplicitAutograd)
@@ -47,7 +48,7 @@ def particular(call: OpCall) -> Any:
     if reads and call.gpu.machine.shapes_only and not (_SIZED & op.tags and valueless.truth.value):
         charge_read(call)
         return valueless.value(call)
-    is_dense = call.on_one_gpu or all(map(has_storage, call.tensors))  # CUDA has other kernels for sparse tensors
+    is_dense = call.on_one_gpu or all(map(_has_storage, call.tensors))  # CUDA has other kernels for sparse tensors
     result = op.recipe(call) if is_dense else call.run()
     charge_op(call, result)
     if reads and not op.row.waits:

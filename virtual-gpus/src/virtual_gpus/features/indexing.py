@@ -6,6 +6,7 @@ What is added up by indices that may repeat is sorted by them first, with tempor
 import functools
 from itertools import zip_longest
 from math import prod
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -16,15 +17,37 @@ from virtual_gpus.clock.work import Cost, Operation
 from virtual_gpus.dispatch.operators import OpCall, Row
 from virtual_gpus.dispatch.recipes import channels_first_copy, not_deterministic, radix_sort
 from virtual_gpus.dispatch.timing import charge_read, send
-from virtual_gpus.dispatch.valueless import truth
+from virtual_gpus.dispatch.valueless import assuming
+from virtual_gpus.entrance import calling_frame
+from virtual_gpus.machine import VirtualGPU
 from virtual_gpus.patches.table import Patch
-from virtual_gpus.placement.storages import gpu_of, is_pinned, nbytes
+from virtual_gpus.placement.creation_sites import calling_site
+from virtual_gpus.placement.storages import UNRECORDED, HostStorage, Record, gpu_of, is_pinned, nbytes, place, storages
 from virtual_gpus.threads import seen, this_thread
 
 _FITTED = figures.beside(__file__)
 _SORTED = 2 * (8 + 8)  # bytes that a sort reads and writes: an int64 and where it was
 _MASKS = (torch.bool, torch.uint8)  # types of indices that choose elements by their values
 _raw_one_hot = torch._C._nn.one_hot
+_made_at: WeakKeyDictionary[Record, object] = WeakKeyDictionary()  # the code, and where in it C++ made tensors
+
+
+def _lift(tensor: torch.Tensor) -> torch.Tensor:
+    """`lift_fresh`: C++ passes through it what it makes of numbers, such as the index of `x[[0, 1]]`."""
+    for storage in storages(tensor):
+        if storage._record is UNRECORDED:
+            storage._record = HostStorage()
+            _made_at[storage._record] = calling_frame().f_code, calling_site()
+    return tensor
+
+
+def _gpu_of_index(call: OpCall, index: torch.Tensor) -> VirtualGPU | None:
+    """A list becomes a tensor on the GPU first, which autograd keeps (sequenceToVariable in torch/csrc/autograd/
+    python_variable_indexing.cpp)."""
+    if _made_at.get(index.untyped_storage()._record) == (calling_frame().f_code, call.site):  # type: ignore
+        send(nbytes(index), None, call.gpu, pinned=False, blocking=True)
+        place(index, call.gpu)
+    return gpu_of(index)
 
 
 def index(call: OpCall) -> torch.Tensor:
@@ -68,6 +91,7 @@ def repeat_interleave(call: OpCall) -> torch.Tensor:
 def _make_indices(call: OpCall) -> list[int]:
     """Send integers of the CPU, and put for a mask the places that it names (expandTensors): the host waits for both.
     It stays where one number of the CPU goes to all of them (canDispatchToMaskedFill in TensorAdvancedIndexing.cpp).
+    Without values, a mask counts as if it named all places, as it does for the clock.
     Returns the bytes of the int64 indices made of those of the CPU, and of int32 (TensorAdvancedIndexingUtils.h)."""
     tensor, given, *others = call.args
     fills = bool(others) and others[0].numel() == 1 and gpu_of(others[0]) is None
@@ -75,7 +99,7 @@ def _make_indices(call: OpCall) -> list[int]:
     made: list[int] = []
     for index in given:
         at, expanded = len(indices), [index]
-        where = None if index is None else call.gpu if call.on_one_gpu else gpu_of(index)
+        where = None if index is None else call.gpu if call.on_one_gpu else _gpu_of_index(call, index)
         if index is not None and index.dtype not in _MASKS:
             if where is None:
                 send(nbytes(index), None, call.gpu, is_pinned(index), blocking=True)
@@ -83,10 +107,10 @@ def _make_indices(call: OpCall) -> list[int]:
                 made.append(8 * index.numel())
         elif index is not None and where is call.gpu and not fills:
             fits = index.dtype == torch.bool and index.shape == tensor.shape[at:][: index.dim()]
-            if not (fits and (truth.value or not call.gpu.machine.shapes_only)):  # C++ warns of bytes, refuses shapes
+            if not fits:  # C++ warns of bytes, refuses shapes
                 charge_read(call)
             else:
-                with seen():
+                with seen(), assuming(True):
                     expanded = index.nonzero().unbind(1)
         indices += expanded
     call.args = (tensor, indices, *others)
@@ -117,16 +141,10 @@ def one_hot(tensor: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
     return zeros.scatter_(-1, tensor.unsqueeze(-1), 1)
 
 
-def indices_elsewhere(call: OpCall, name: str, common: torch.device, device: torch.device) -> RuntimeError | None:
-    """`x[i]` with `i` on a GPU that does not hold `x` (aten/src/ATen/native/IndexingUtils.h)."""
-    text = f"indices should be either on cpu or on the same device as the indexed tensor ({common})"
-    return RuntimeError(text) if name == "indices" else None
-
-
-def mask_elsewhere(call: OpCall, name: str, common: torch.device, device: torch.device) -> RuntimeError | None:
-    """`x.masked_fill(mask, ...)` with a mask on another device (aten/src/ATen/native/cuda/Indexing.cu)."""
-    text = f"expected self and mask to be on the same device, but got mask on {device} and self on {common}"
-    return RuntimeError(text) if name == "mask" else None
+def elsewhere(call: OpCall, name: str, common: torch.device, device: torch.device) -> RuntimeError | None:
+    """`x[i]` and `x.masked_fill(i, ...)`, if `i` is on a GPU that does not hold `x`: CUDA's text for the argument."""
+    text: str | None = _FITTED["elsewhere"].get(name)
+    return None if text is None else RuntimeError(text.format(common=common, device=device))
 
 
 def _writes(nbytes: Bytes, *arguments: str) -> OperatorClass:
@@ -185,10 +203,11 @@ _OF_PRODUCTS = not_deterministic(
     "scatter_reduce_cuda_kernel", lambda call: call.op.name.endswith(".reduce") and call["reduce"] == "multiply"
 )
 _OF_REDUCED = not_deterministic("scatter_reduce_cuda_prod_", lambda call: call["reduce"] == "prod")
-_indexed = functools.partial(Row, on_host={"indices"}, mixture=indices_elsewhere, size_is_known=_are_integers)
+_indexed = functools.partial(Row, on_host={"indices"}, mixture=elsewhere, size_is_known=_are_integers)
 OPERATORS = {
     **dict.fromkeys(("index", "_unsafe_index"), _indexed(cost.TAKES, index, waits=True)),
     **dict.fromkeys(("index_put", "index_put_", "_index_put_impl_", "_unsafe_index_put"), _indexed(_PUTS, index_put)),
+    "lift_fresh": Row(cost.FREE, cpu_kernel=lambda func: _lift),
     "masked_select": Row(CHARGED_ELSEWHERE, masked_select, waits=True),
     **dict.fromkeys(("masked_scatter", "masked_scatter_"), Row(_CHOOSES, masked_scatter)),
     "index_fill": Row(_FILLS),
@@ -199,7 +218,7 @@ OPERATORS = {
     "index_copy": Row(_COPIES),
     **dict.fromkeys(("index_add", "scatter_add"), Row(_ADDS, refuses_mixtures=True)),
     **dict.fromkeys(("select_backward", "slice_backward", "unfold_backward"), Row(_INTO_ZEROS)),
-    "masked_fill": Row(READS_AND_WRITES, mixture=mask_elsewhere),
+    "masked_fill": Row(READS_AND_WRITES, mixture=elsewhere),
     "index_reduce": Row(_ADDS, check=not_deterministic("index_reduce_cuda")),
     # The CPU's kernel refuses the other calls of `put_` itself.
     "put": Row(_SCATTERS, check=not_deterministic("put_", lambda call: call["accumulate"])),

@@ -153,15 +153,6 @@ def storages(tensor: torch.Tensor) -> tuple[Any, ...]:
     return tuple(storage for part in parts for storage in storages(part))
 
 
-def has_storage(tensor: torch.Tensor) -> bool:
-    """True for a tensor with a storage of its own, which sparse tensors and wrappers lack."""
-    try:
-        tensor.untyped_storage()
-    except (NotImplementedError, RuntimeError):
-        return False
-    return True
-
-
 @functools.cache
 def is_wrapper(kind: type) -> bool:
     """True for tensors that hold others and no data of their own: DTensor, the parameters of fully_shard."""
