@@ -5,12 +5,11 @@ import json
 import sys
 
 import pytest
-from benchmarks import memory, memory_trace
+from benchmarks import memory_trace
 from benchmarks.reference import measure, real_gpu
 from virtual_gpus import virtual_gpus
 
-pytest.importorskip("virtual_gpus.features.conv")
-pytest.importorskip("virtual_gpus.features.rnn")
+memory = pytest.importorskip("benchmarks.memory")  # needs `conv` and `rnn`
 CASE = "mlp_adamw_b256"
 
 

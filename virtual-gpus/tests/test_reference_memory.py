@@ -5,7 +5,6 @@ import functools
 import math
 
 import pytest
-from benchmarks import leave_one_out, memory_margin
 from benchmarks.reference import compare, further, measure, second, third
 from benchmarks.reference import operators as reference_operators
 from benchmarks.reference.cases import CASES
@@ -13,8 +12,8 @@ from benchmarks.reference.compare import GOAL, KNOWN_DIFFERENCES, OPERATOR_LIMIT
 from measuring import table
 from virtual_gpus import figures
 
-conv_workspaces = pytest.importorskip("virtual_gpus.features.conv.workspaces")
-pytest.importorskip("virtual_gpus.features.rnn")
+leave_one_out = pytest.importorskip("benchmarks.leave_one_out")  # needs `conv` and `rnn`
+memory_margin = pytest.importorskip("benchmarks.memory_margin")
 FIRST = measure.load("steps.json")
 TORCH = FIRST["meta"]["torch"]
 STEPS = FIRST["cases"] | measure.load("second/steps.json")["cases"]
@@ -118,7 +117,7 @@ def test_an_operator_needs_the_same_memory_with_shapes_as_with_numbers(monkeypat
 
 def test_a_limit_that_only_one_case_knows_is_unknown_without_it(monkeypatch):
     """`benchmarks.leave_one_out`, of two layers: 5x5 filters have one case, and the others say nothing about them."""
-    limits = {conv_workspaces: {"fourier_side": (leave_one_out.NEVER,)}}
+    limits = {leave_one_out.conv: {"fourier_side": (leave_one_out.NEVER,)}}
     monkeypatch.setattr(leave_one_out, "ALTERNATIVES", limits)
     chosen = [case for case in leave_one_out.cases() if case.name in ("conv5", "conv3_s2")]
     found = {row[0]: row[1:] for row in leave_one_out.leave_one_out(chosen)}
@@ -126,7 +125,7 @@ def test_a_limit_that_only_one_case_knows_is_unknown_without_it(monkeypatch):
     assert abs(fitted) < 0.001 and without < -0.3 and known == ["fourier_side"]
     fitted, without, known = found["conv3_s2"]
     assert without == fitted and known == []
-    assert conv_workspaces.FITTED == figures.beside(conv_workspaces.__file__)["memory"]
+    assert leave_one_out.conv.FITTED == figures.beside(leave_one_out.conv.__file__)["memory"]
 
 
 def test_a_margin_is_added_to_the_estimate():
