@@ -1,5 +1,6 @@
 """Indexing, gathers and scatters: copies of indices, sorts of those that are added up, and where the host waits."""
 
+import pytest
 import torch
 import torch.nn.functional as F
 from measuring import MIB, bytes_of, peak_of, recorded, sizes_of, times_of, waits
@@ -27,6 +28,14 @@ def test_indices_are_copied_where_cuda_copies_them(gpu):
     rows, mask = torch.ones(256, 8192, device=gpu), torch.ones(256, 1, dtype=torch.bool, device=gpu)
     scattered = sizes_of(lambda: rows.masked_scatter(mask, rows))
     assert scattered[:3] == [rows.nbytes, 2 * rows.nbytes, rows.nbytes // 4]
+
+
+@pytest.mark.parametrize("shapes_only", [False, True])
+def test_lists_and_masks_take_the_same_memory_with_values_and_without(shapes_only):
+    with virtual_gpus(1, kind="H200", shapes_only=shapes_only):
+        x, mask = torch.zeros(10000, 4, device="cuda", requires_grad=True), torch.ones(1000, device="cuda").bool()
+        assert [bytes_of(lambda i=i: x[i])[1] for i in ([*range(5000)], torch.arange(5000))] == [120_832, 80_384]
+        assert peak_of(lambda: x.data[:1000].__setitem__(mask, mask[0].float()))[1] == 8192 + 1024 + 512
 
 
 def test_the_gradient_of_an_index_takes_its_result_alone(gpu):

@@ -90,7 +90,7 @@ class Operator:
     """The facts of one overload (`aten.mm.default`), found once and kept.
 
     name: "add.Tensor", with the overload; base: without. row: what its feature knows of it. kernel: what computes it.
-    kernels: that by dispatch key, for an operator of higher order or in Python. positions: of its arguments, by name.
+    kernels: that by dispatch key, for an operator of higher order or in Python. positions, defaults: of its arguments.
     takes_first: so many arguments may be tensors, and named ones if takes_by_name. written: what it writes to, outputs
     if that is `out=`. keeps_answers: whether its results on meta tensors are new ones and
     follow from the forms of its inputs alone. is_composite: it calls operators that autograd sees; has_parts: others.
@@ -121,7 +121,8 @@ class Operator:
         self.base = self.name.partition(".")[0]
         self.row = row_of(self.base)
         self.positions = {a.name: position for position, a in enumerate(schema.arguments)}
-        self._schema, self._defaults = schema, dict[str, Any]()
+        self.defaults = {a.name: a.default_value for a in schema.arguments}
+        self._schema = schema
         self.written = {a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write}
         self.outputs = [a.name for a in schema.arguments if a.kwarg_only and a.name in self.written]  # `out=`
         self.changes_size = "resize" in self.base or self.base == "set_" or bool(self.outputs)
@@ -172,12 +173,6 @@ class Operator:
         if self.row.crosses:
             return "crossing"
         return "particular" if self.check or self.needs_values or self.changes_size else "ordinary"
-
-    def default(self, name: str) -> Any:
-        """What an argument is that is not given."""
-        if name not in self._defaults:  # asked once: each answer is made anew in C++
-            self._defaults[name] = self._schema.arguments[self.positions[name]].default_value
-        return self._defaults[name]
 
 
 def _python_functions(func: _Func) -> dict[Any, Callable[..., Any]] | None:
@@ -249,7 +244,7 @@ class OpCall:
         position = self.op.positions[name]
         if position < len(self.args):
             return self.args[position]
-        return self.kwargs[name] if name in self.kwargs else self.op.default(name)
+        return self.kwargs[name] if name in self.kwargs else self.op.defaults[name]
 
     def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(argument name, tensor) in the schema's order; a list of tensors gives its name several times."""

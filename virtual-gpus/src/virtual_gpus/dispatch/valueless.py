@@ -63,16 +63,8 @@ class NotKept(float):
 
     WORDS = "(values are not kept)"
 
-    def __new__(cls) -> Self:
-        return super().__new__(cls, "nan")
-
-    def __reduce__(self) -> tuple[type[Self], tuple[()]]:
-        return type(self), ()
-
     def __repr__(self) -> str:
         return self.WORDS
-
-    __str__ = __repr__
 
     def __format__(self, spec: str) -> str:
         return self.WORDS

@@ -42,8 +42,8 @@ def _lift(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _gpu_of_index(call: OpCall, index: torch.Tensor) -> VirtualGPU | None:
-    """A list becomes a tensor on the GPU first, which autograd keeps (sequenceToVariable in torch/csrc/autograd/
-    python_variable_indexing.cpp)."""
+    """The list of `x[[0, 1]]` becomes a tensor on the GPU of `x` first, which autograd may keep (sequenceToVariable in
+    torch/csrc/autograd/python_variable_indexing.cpp)."""
     if _made_at.get(index.untyped_storage()._record) == (calling_frame().f_code, call.site):  # type: ignore
         send(nbytes(index), None, call.gpu, pinned=False, blocking=True)
         place(index, call.gpu)

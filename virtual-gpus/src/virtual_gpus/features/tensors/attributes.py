@@ -77,7 +77,7 @@ def item(self: torch.Tensor) -> int | float | bool | complex:
     """The number; with shapes_only, nan that says so where it is printed."""
     gpu = gpu_as_seen(self)
     number = _raw.item(self)
-    return number if gpu is None or not gpu.machine.shapes_only or number == number else NotKept()
+    return number if gpu is None or not gpu.machine.shapes_only or number == number else NotKept("nan")
 
 
 def _str(tensor: torch.Tensor, *, tensor_contents: str | None = None) -> str:
