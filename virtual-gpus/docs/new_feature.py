@@ -40,7 +40,8 @@ source = "estimate" # name the measurement, if there is one
 units.floor = "of the shortest kernel"
 {operator} = {{ floor = 1 }}
 """
-LIMITS = "- {what}: say what differs from a real GPU, or delete this file.\n"
+LIMITS = "- {what}: say what differs from a real GPU, or delete this file, and the row in tests/features/{name}.toml.\n"
+ROWS = '[limits]\n"{what}" = "test_{name}.py::test_peak_of_{operator}"\n'
 TEST = '''"""{what}: the memory of its operators."""
 
 import torch
@@ -78,9 +79,10 @@ def main(arguments=None, root=ROOT):
     needed = [argument for argument in overload._schema.arguments if not argument.has_default_value()]
     options.arguments = ", ".join({"Tensor": "x", "List[Tensor]": "[x]"}.get(str(a.type), "...") for a in needed)
     module = root / "src" / "virtual_gpus" / "features" / f"{options.name}.py"
+    tests = root / "tests" / "features"
     module.parent.mkdir(parents=True, exist_ok=True)
     texts = {module: MODULE, module.with_suffix(".toml"): FIGURES, module.with_suffix(".limits.md"): LIMITS,
-             root / "tests" / "features" / f"test_{options.name}.py": TEST}  # fmt: skip
+             tests / f"test_{options.name}.py": TEST, tests / f"{options.name}.toml": ROWS}  # fmt: skip
     for path, text in texts.items():
         path.write_text(text.format(**vars(options)), encoding="utf-8", newline="\n")
         print(path.relative_to(root))
