@@ -13,6 +13,7 @@ import traceback
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from types import FrameType
 from typing import NamedTuple
 
@@ -91,6 +92,13 @@ def owned(things: Iterable[torch.Tensor | torch.optim.Optimizer]) -> Iterator[tu
                 yield GRADIENTS, thing.grad
 
 
+@dataclass(eq=False, slots=True)
+class _Block:
+    size: int  # bytes
+    kind: str
+    module: str = ""  # that asked for it, if it is known
+
+
 class PeakLog:
     """Allocations and frees of one GPU, and what was in use at the highest moment so far.
 
@@ -102,40 +110,29 @@ class PeakLog:
     def __init__(self, live: Iterable[tuple[int, int]]):
         self.peak, self.by_kind = 0, dict.fromkeys(KINDS, 0)
         self.by_module = Counter[str]()
-        self._modules: dict[int, str] = {}  # number -> module, of those in `_kinds` for which it is known
-        self._serial_at: dict[int, int] = {}  # address -> number of the allocation that is there now
-        self._kinds: dict[int, str] = {}  # number -> kind, of all that are in `_live` or in `_log`
-        self._log: list[tuple[int, int]] = []  # (number, bytes): allocated, or freed if the bytes are negative
-        self._serial = 0
-        self._live = {self._number(address, OTHER): size for address, size in live}  # number -> bytes
-
-    def _number(self, address: int, kind: str) -> int:
-        self._serial += 1
-        self._serial_at[address] = self._serial
-        self._kinds[self._serial] = kind
-        return self._serial
+        self._at = {address: _Block(size, OTHER) for address, size in live}  # what is there now
+        self._live = dict.fromkeys(self._at.values())  # what was in use when the log began, in order
+        self._log: list[tuple[_Block, int]] = []  # the bytes that came or, below zero, went
 
     def allocated(self, address: int, size: int, kind: str, module: str = "") -> None:
         """Note an allocation of `size` bytes. module: that which asked for them."""
-        number = self._number(address, kind)
-        self._log.append((number, size))
-        if module:
-            self._modules[number] = module
+        self._at[address] = block = _Block(size, kind, module)
+        self._log.append((block, size))
 
     def freed(self, address: int, size: int) -> None:
         """Note that a block of `size` bytes was freed. A block whose allocation is not in this log is ignored."""
-        if address in self._serial_at:
-            self._log.append((self._serial_at.pop(address), -size))
+        if address in self._at:
+            self._log.append((self._at.pop(address), -size))
 
     def mark(self, kind: str, address: int) -> None:
         """Say of what kind the block is that is in use at `address` now."""
-        if address in self._serial_at:
-            self._kinds[self._serial_at[address]] = kind
+        if address in self._at:
+            self._at[address].kind = kind
 
     def fold(self) -> None:
         """Replay the log, keep what was in use at its highest moment if that is a new peak, and begin a new log."""
-        log, self._log = self._log, list[tuple[int, int]]()
-        used = highest = sum(self._live.values())
+        log, self._log = self._log, list[tuple[_Block, int]]()
+        used = highest = sum(block.size for block in self._live)
         until = 0
         for number, (_, size) in enumerate(log, 1):
             used += size
@@ -146,21 +143,19 @@ class PeakLog:
             at_peak = dict(live)
             _apply(log[:until], at_peak)
             self.peak, self.by_kind, self.by_module = highest, dict.fromkeys(KINDS, 0), Counter[str]()
-            for serial, size in at_peak.items():
-                self.by_kind[self._kinds[serial]] += size
-                if self._kinds[serial] == ACTIVATIONS and serial in self._modules:
-                    self.by_module[self._modules[serial]] += size
+            for block in at_peak:
+                self.by_kind[block.kind] += block.size
+                if block.kind == ACTIVATIONS and block.module:
+                    self.by_module[block.module] += block.size
         _apply(log, live)
-        self._kinds = {serial: self._kinds[serial] for serial in live}
-        self._modules = {serial: module for serial, module in self._modules.items() if serial in live}
 
 
-def _apply(log: Iterable[tuple[int, int]], live: dict[int, int]) -> None:
-    for serial, size in log:
+def _apply(log: Iterable[tuple[_Block, int]], live: dict[_Block, None]) -> None:
+    for block, size in log:
         if size > 0:
-            live[serial] = size
+            live[block] = None
         else:
-            del live[serial]
+            del live[block]
 
 
 class AllocatorLog(PeakLog):

@@ -6,9 +6,9 @@ from typing import NamedTuple
 from virtual_gpus.clock.clock import HOST_LANE, Span
 
 Row = tuple[int | None, int | str]  # GPU (None: the host), and its stream or engine
-KINDS = ("forward", "backward", "step", "copy", "collective", "wait")
 # By kind, in all pictures: of Okabe and Ito's colours, which colour-blind people can tell apart.
-COLOURS = dict(zip(KINDS, ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#BBBBBB"), strict=True))
+COLOURS = {"forward": "#0072B2", "backward": "#E69F00", "step": "#009E73", "copy": "#CC79A7", "collective": "#56B4E9",
+           "wait": "#BBBBBB"}  # fmt: skip
 
 ALL = "all"  # collectives
 _ROUNDING = 1e-12  # seconds between an end and the next beginning that are the same moment

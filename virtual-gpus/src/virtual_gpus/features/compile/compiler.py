@@ -21,7 +21,6 @@ from virtual_gpus.patches.table import Patch
 _raw_compile = torch.compile
 _raw_set_stance = torch.compiler.set_stance
 _stance_before: list[Any] = []  # the stance that the program had, while "force_eager" is in force
-_said = False
 
 
 def run_eagerly() -> None:
@@ -82,12 +81,11 @@ def _fused(function: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
+@functools.cache
 def _say_once() -> None:
-    global _said
     is_a_rank = torch.distributed.is_available() and torch.distributed.is_initialized()
-    if not _said and not (is_a_rank and torch.distributed.get_rank()):
+    if not (is_a_rank and torch.distributed.get_rank()):
         print("virtual GPUs: torch.compile compiles nothing for a GPU; the program runs as it is", flush=True)
-    _said = True
 
 
 def patches() -> list[Patch]:

@@ -1,8 +1,7 @@
 """torch.cuda's questions about the machine: how many GPUs, which one is current, what they are, their generators."""
 
 import uuid
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch.types import Device
@@ -42,11 +41,6 @@ def _lazy_init() -> None:
     It also stands for torch.cuda.init. C++ calls it when it parses device="cuda".
     """
     gpu_at()
-
-
-def _lazy_call(callable: Callable[[], object], **kwargs: Any) -> None:
-    """Run what PyTorch puts off until CUDA is initialized (seeds): virtual GPUs are ready for it at any time."""
-    callable()
 
 
 def current_device() -> int:
@@ -143,10 +137,6 @@ def get_arch_list() -> list[str]:
     return [f"sm_{a}{b}" for a, b in sorted({gpu.spec.capability for gpu in get_machine().gpus})]
 
 
-def ipc_collect() -> None:
-    """Memory that processes share goes back as soon as no process uses it, so nothing waits to be collected."""
-
-
 def _is_in_bad_fork() -> bool:
     """A forked process may use virtual GPUs, unless `refuse_forks` is set and its parent has used them."""
     return get_machine().is_in_bad_fork
@@ -174,20 +164,21 @@ class DefaultGenerators(Sequence[Generator]):
         return default_generator(get_machine().gpus[index])
 
 
-def _use_cudnn_rnn_flatten_weight() -> bool:
-    """False, so PyTorch's own `flatten_parameters` leaves the weights as they are."""
-    return False
-
-
 def patches() -> list[Patch]:
-    functions = (is_available, device_count, is_initialized, _lazy_init, _lazy_call, current_device, set_device,
-                 synchronize, _exchange_device, _maybe_exchange_device, get_device_properties, can_device_access_peer,
-                 is_bf16_supported, is_tf32_supported, get_arch_list, ipc_collect, _is_in_bad_fork, utilization,
+    functions = (is_available, device_count, is_initialized, _lazy_init, current_device, set_device, synchronize,
+                 _exchange_device, _maybe_exchange_device, get_device_properties, can_device_access_peer,
+                 is_bf16_supported, is_tf32_supported, get_arch_list, _is_in_bad_fork, utilization,
                  device_memory_used)  # fmt: skip
-    return in_package("torch.cuda", *functions, init=_lazy_init, memory_usage=utilization) + [
+    renamed = {
+        "init": _lazy_init,
+        "memory_usage": utilization,
+        "_lazy_call": lambda callable, **kwargs: callable(),  # seeds, which PyTorch puts off until CUDA is initialized
+        "ipc_collect": lambda: None,  # what processes share goes back as soon as no process uses it
+    }
+    return in_package("torch.cuda", *functions, **renamed) + [
         (torch._C, "_cuda_setDevice", set_device),
         (torch, "Generator", Generator),
         (torch.cuda, "default_generators", DefaultGenerators()),
-        (torch, "_use_cudnn_rnn_flatten_weight", _use_cudnn_rnn_flatten_weight),
+        (torch, "_use_cudnn_rnn_flatten_weight", lambda: False),  # `flatten_parameters` leaves the weights as they are
         (torch.cuda, "_initialized", False),  # checkpointing asks this before it keeps the generators' states
     ]

@@ -61,12 +61,8 @@ def list_gpu_processes(device: Device = None) -> str:
     return "\n".join([f"GPU:{gpu.index}", *(lines or ["no processes are running"])])
 
 
-def get_allocator_backend() -> str:
-    """The model is of PyTorch's own allocator."""
-    return "native"
-
-
 def patches() -> list[Patch]:
     return in_package("torch.cuda", memory_stats_as_nested_dict, reset_peak_memory_stats, empty_cache, mem_get_info,
                        reset_accumulated_memory_stats, set_per_process_memory_fraction,
-                       get_per_process_memory_fraction, list_gpu_processes, get_allocator_backend)  # fmt: skip
+                       get_per_process_memory_fraction, list_gpu_processes,
+                       get_allocator_backend=lambda: "native")  # PyTorch's own  # fmt: skip

@@ -60,17 +60,12 @@ def _new_shared_cuda(device: int, handle: bytes, nbytes: int, *others: Any) -> t
 
 def share_memory_(self: torch.UntypedStorage) -> torch.UntypedStorage:
     """Put the numbers into shared memory for forked processes, in which a real GPU's memory cannot be used at all."""
-    if record_of(self).gpu is None or self.device.type == "meta":
+    with below():  # where the storage says that it is on the CPU
         return _raw_share_memory(self)
-    with below():
-        return _raw_share_memory(self)
-
-
-@staticmethod
-def _release_ipc_counter_cuda(*_: object) -> None:
-    """Shared memory goes with its last user: there is nothing to count."""
 
 
 def patches() -> list[Patch]:
-    functions = (share_memory_, _share_cuda_, _new_shared_cuda, _release_ipc_counter_cuda)
-    return [(torch.UntypedStorage, function.__name__, function) for function in functions]
+    functions = (share_memory_, _share_cuda_, _new_shared_cuda)
+    rows: list[Patch] = [(torch.UntypedStorage, function.__name__, function) for function in functions]
+    # Shared memory goes with its last user: there is nothing to count.
+    return [*rows, (torch.UntypedStorage, "_release_ipc_counter_cuda", staticmethod(lambda *_: None))]

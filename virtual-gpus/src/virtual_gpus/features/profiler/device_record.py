@@ -47,10 +47,11 @@ class DeviceRecord:
     def merge(self, events: list[FunctionEvent], trace_start: int, keep_cpu: bool) -> list[FunctionEvent]:
         """The profiler's events (keep_cpu: those too) with the GPUs', in its order. trace_start: ns since 1970."""
         if keep_cpu:
-            hosts = _Operators(events)
+            hosts = [e for e in events if e.device_type == DeviceType.CPU and not e.is_async and e.name != _OURS]
+            hosts.sort(key=_start)
             events = [event for event in events if event.name != _OURS]
             for index, span, issued in self._visible():
-                host = hosts.at((issued - trace_start) / 1e3)
+                host = _operator_at((issued - trace_start) / 1e3, hosts)
                 if host is not None:
                     host.append_kernel(_name(span), index, (span.end - span.start) * 1e6)
         else:
@@ -84,26 +85,22 @@ class DeviceRecord:
         path.write_text(json.dumps(trace), "utf-8")
 
 
-class _Operators:
-    """The profiler's CPU events, to find the one in which something happened."""
+def _operator_at(moment: float, hosts: list[FunctionEvent]) -> FunctionEvent | None:
+    """The operator that ran at a moment (microseconds of the trace), of `hosts` in the order of their starts, or None.
 
-    def __init__(self, events: list[FunctionEvent]):
-        hosts = [e for e in events if e.device_type == DeviceType.CPU and not e.is_async and e.name != _OURS]
-        self._hosts = sorted(hosts, key=lambda event: event.time_range.start)
-        self._starts = [event.time_range.start for event in self._hosts]
+    The mode has called the operator once more by then, inside the first call. The profiler makes one event of the
+    two, with what hangs on the inner one (`EventList._remove_dup_nodes`).
+    """
+    later: list[FunctionEvent] = []  # which ended before
+    for event in reversed(hosts[: bisect.bisect(hosts, moment, key=_start)]):
+        later.append(event)
+        if event.time_range.end >= moment:
+            return next(inner for inner in later if inner.name == event.name)
+    return None
 
-    def at(self, moment: float) -> FunctionEvent | None:
-        """The operator that ran at a moment (microseconds of the trace); None if there was none.
 
-        The mode has called the operator once more by then, inside the first call. The profiler makes one event of the
-        two, with what hangs on the inner one (`EventList._remove_dup_nodes`).
-        """
-        before = self._hosts[: bisect.bisect(self._starts, moment)]
-        for index in range(len(before) - 1, -1, -1):
-            event = before[index]
-            if event.time_range.end >= moment:
-                return next((inner for inner in reversed(before[index:]) if inner.name == event.name), event)
-        return None
+def _start(event: FunctionEvent) -> float:
+    return event.time_range.start
 
 
 def _name(span: Span) -> str:

@@ -66,11 +66,6 @@ def _cuda_isHistoryEnabled() -> bool:
     return any(recorder.context is not None for recorder in recorders.of(get_machine()))
 
 
-def _cuda_memoryMetadataSupported() -> bool:
-    """The history has no labels, and `refused` says so to a program that sets one."""
-    return False
-
-
 # ---- the snapshot --------------------------------------------------------------------------------------------------
 
 
@@ -153,6 +148,7 @@ def patches() -> list[Patch]:
     """See `features`. Set in builds without CUDA too, whose C++ has none of them."""
     functions = [_cuda_record_memory_history, _cuda_record_memory_history_legacy, _cuda_isHistoryEnabled,
                  _cuda_memorySnapshot, _cuda_attach_out_of_memory_observer]  # fmt: skip
-    if hasattr(torch.cuda.memory, "_memory_metadata_supported"):
-        functions.append(_cuda_memoryMetadataSupported)
-    return [(torch._C, function.__name__, function) for function in functions]
+    rows: list[Patch] = [(torch._C, function.__name__, function) for function in functions]
+    if hasattr(torch.cuda.memory, "_memory_metadata_supported"):  # labels: `refused` says so to a program that sets one
+        rows.append((torch._C, "_cuda_memoryMetadataSupported", lambda: False))
+    return rows

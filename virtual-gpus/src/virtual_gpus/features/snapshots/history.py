@@ -12,8 +12,7 @@ attached to an allocator unless a history is recorded.
 import sys
 import time
 from collections import deque
-from collections.abc import Callable
-from typing import NamedTuple, get_args
+from typing import NamedTuple
 from weakref import ref
 
 from virtual_gpus.features.snapshots import stacks
@@ -66,19 +65,15 @@ class Recorder:
             self._deaths = stacks.Deaths() if context == ALL else None
             if self.hear not in self._allocator.observers:
                 self._allocator.observers.append(self.hear)
-            self._adopt()
-
-    def _adopt(self) -> None:
-        self._blocks = {
-            address: self._recorded(address) or Live(block.requested, block.pool.stream, block.owner)
-            for address, block in self._live_blocks.items()
-        }
-        for address, segment in self._allocator.device.segments.items():
-            if not segment.expandable:
-                self._segments.setdefault(address, (segment.pool.stream, None))
-        if self._deaths is not None:
+            self._blocks = {
+                address: self._recorded(address) or Live(block.requested, block.pool.stream, block.owner)
+                for address, block in self._live_blocks.items()
+            }
             for address, block in self._blocks.items():
                 self._watch(address, block.owner)
+            for address, segment in self._allocator.device.segments.items():
+                if not segment.expandable:
+                    self._segments.setdefault(address, (segment.pool.stream, None))
 
     def stop(self) -> None:
         """Record no more and forget the history. Blocks and segments keep their stacks, as in PyTorch."""
@@ -94,15 +89,14 @@ class Recorder:
 
     def hear(self, event: Event, address: int, size: int) -> None:
         """Listen to the allocator: one of its `observers`."""
-        _HEARD[event](self, address, size)
+        getattr(self, f"_{event}")(address, size)
 
     def _alloc(self, address: int, size: int) -> None:
         if address in self._blocks:  # Ctrl-C cut short what would have told of its end
             self._free(address, size)
         block, stack = self._live_blocks[address], self._stack()
         self._blocks[address] = Live(block.requested, block.pool.stream, block.owner, stack)
-        if self._deaths is not None:
-            self._watch(address, block.owner)
+        self._watch(address, block.owner)
         self._add("alloc", address, block.requested, block.pool.stream, stack)
 
     def _watch(self, address: int, owner: ref[object] | None) -> None:
@@ -178,8 +172,3 @@ class Recorder:
     def segment_origin(self, address: int) -> object:
         """The stack of the allocation that took the segment at `address` from the GPU, or None."""
         return self._segments.get(address, (0, None))[1]
-
-
-_HEARD: dict[Event, Callable[[Recorder, int, int], None]] = {
-    event: vars(Recorder)[f"_{event}"] for event in get_args(Event)
-}

@@ -11,8 +11,7 @@ import pathlib
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterable
-from itertools import repeat
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -22,14 +21,12 @@ from virtual_gpus.memory.allocator import Owner
 Frame = dict[str, Any]  # "name", "filename", "line"
 Moment = tuple[int, object]  # nanoseconds, stack
 _HERE = str(pathlib.Path(__file__).parents[2]) + os.sep  # the package
-_gather = torch._C._profiler.gather_traceback
 # What lies between two frames of this package belongs to it as well: how it calls operators and its own contexts.
 _BETWEEN = {torch._ops.__file__, torch.autograd.function.__file__, contextlib.__file__}
 
 
-def take() -> object:
-    """The stack of this thread, innermost frame first. C++ frames are left out: they would be those of CPU kernels."""
-    return _gather(True, True, False)
+# The stack of this thread, innermost frame first. C++ frames are left out: they would be those of CPU kernels.
+take: Callable[[], object] = functools.partial(torch._C._profiler.gather_traceback, True, True, False)
 
 
 def _of_the_program(frames: list[Frame]) -> list[Frame]:
@@ -90,8 +87,7 @@ class Deaths:
         self._last: Moment | None = None
         self._moments: dict[int, Moment | None] = {}  # by address
         self._watched: dict[int, tuple[Owner, weakref.ref[object]]] = {}
-        gathered = map(_gather, repeat(True), repeat(True), repeat(False))
-        moments = zip(iter(time.perf_counter_ns, None), gathered, strict=False)
+        moments = zip(iter(time.perf_counter_ns, None), iter(take, None), strict=False)
         self._note_moment = functools.partial(next, map(self._notes.append, moments))
 
     def watch(self, holder: object, address: int) -> None:
