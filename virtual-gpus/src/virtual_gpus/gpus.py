@@ -106,7 +106,7 @@ class GPUSpec:
     capability: compute capability (major, minor).
     cores, threads, registers, shared_memory: of a multiprocessor: cores for fp32, and what it holds at a time; memory
         in bytes. shared_memory_of_block: bytes that one block of threads can have.
-    tensor_cores: the types that they multiply ("fp16", "bf16", "tf32"). cublas_workspace: bytes, see `memory_model`.
+    tensor_cores: the types that they multiply ("fp16", "bf16", "tf32").
     bandwidth: bytes per second of the GPU's memory.
     flops: peak operations per second of matrix multiplications by data type, on tensor cores if the GPU has them. A
         type that the GPU does not support counts as fp32.
@@ -125,7 +125,6 @@ class GPUSpec:
     shared_memory: int
     shared_memory_of_block: int
     tensor_cores: tuple[str, ...]
-    cublas_workspace: int
     multi_processor_count: int
     l2_bytes: int
     bandwidth: float

@@ -101,7 +101,7 @@ def blas_workspaces(
     if pairs:
         cublas = sum(int(size) * int(count) for size, count in pairs)
     else:
-        cublas = _sheet(gpu).cublas_workspace // _KIB
+        cublas = 32_768 if _sheet(gpu).capability >= (9, 0) else 8_320
     text = settings.get("CUBLASLT_WORKSPACE_SIZE", "")
     kept = keeps_workspaces(torch_version, settings)
     asked = settings.get("TORCH_CUBLASLT_UNIFIED_WORKSPACE")

@@ -15,6 +15,7 @@ from virtual_gpus.clock.cost import FREE, READS_AND_WRITES
 from virtual_gpus.dispatch.operators import OpCall, Row
 from virtual_gpus.entrance import calling_frame
 from virtual_gpus.placement.creation_sites import Site
+from virtual_gpus.placement.storages import record_of
 from virtual_gpus.threads import OfEachThread, this_thread
 
 # What C++ counts while the engine holds a gradient alone: references to its storage and to the tensor.
@@ -38,27 +39,34 @@ def add(call: OpCall) -> torch.Tensor:
     """`a + b`; in place where C++ would."""
     args = call.args
     if len(call.tensors) == len(args) == 2 and not call.kwargs:
-        if _engine_adds(call) if this_thread.in_backward else args[1].dim() == 1 and _linear_adds(call, args[0]):
+        if this_thread.in_backward:
+            is_in_place = _engine_adds(call)
+        else:  # a bias is a vector
+            is_in_place = args[1].dim() == 1 and _linear_adds(call, args[0])
+        if is_in_place:
             return call.compute_into(args[0])
     return call.run()
 
 
 def _engine_adds(call: OpCall) -> bool:
     """True if the engine itself adds two gradients, and holds the first one alone."""
-    is_lent, (first, second) = _is_lent(call), call.args
-    if not is_lent or first.shape != second.shape or first.dtype != second.dtype or torch.is_grad_enabled():
+    is_lent = _is_lent(call)  # before the terms get names
+    first, second = call.args
+    is_alike = first.shape == second.shape and first.dtype == second.dtype
+    if not is_lent or not is_alike or torch.is_grad_enabled():
         return False
     if not calling_frame().f_code.co_filename.endswith(_ENGINE):
         return False
-    counts = torch._C._storage_Use_Count(first.untyped_storage()._cdata), first._use_count()
-    return counts == _ALONE and torch.ops.aten.is_non_overlapping_and_dense(first)
+    uses_of_storage = torch._C._storage_Use_Count(first.untyped_storage()._cdata)
+    is_alone = (uses_of_storage, first._use_count()) == _ALONE
+    return is_alone and torch.ops.aten.is_non_overlapping_and_dense(first)
 
 
 def _linear_adds(call: OpCall, product: torch.Tensor) -> bool:
     """True if one call of `linear` made the product and now adds a vector, the bias."""
     last, site = _product.value
-    storage: Any = product.untyped_storage()  # see `record_of`
-    return last() is storage._record and site == call.site
+    is_last = last() is record_of(product.untyped_storage())
+    return is_last and site == call.site
 
 
 def reshape_product(call: OpCall) -> torch.Tensor:

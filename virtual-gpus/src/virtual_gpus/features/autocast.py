@@ -9,12 +9,11 @@ its operators. Composite operators follow the lists at every level, as on a GPU.
 torch.autocast, custom_fwd, custom_bwd and GradScaler themselves are PyTorch's own. With shapes_only it is not known
 whether a gradient overflowed; it counts as not. The scale then stays the one that GradScaler started from.
 
-Stand-ins that answer before the dispatcher is reached use `casting`, an LSTM `cast`.
+Stand-ins that answer before the dispatcher is reached use `cast_first`, an LSTM `cast`.
 
 `operators.AUTOCAST` says what is done with which operator. `names` leaves out what the installed version does not cast.
 """
 
-import functools
 import threading
 import warnings
 import weakref
@@ -201,22 +200,11 @@ def composite(call: OpCall) -> Any:
 ROUTES = {"composite": composite}
 
 
-def casting(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Decorator for a patch of operator `name` ("scaled_dot_product_attention"): under autocast it is given the cast
-    inputs and runs without autocast, as the operator's own kernel would. The policy of `name` casts inputs.
+def cast_first(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function`, which answers for operator `name`. Under autocast, it is given cast inputs and runs without it, as
+    the operator's own kernel would. What `AUTOCAST` says of `name` casts inputs.
     """
-
-    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
-        kernel = functools.cache(lambda: _POLICIES[AUTOCAST[name]](function))
-
-        @functools.wraps(function)
-        def cast_first(*args: Any, **kwargs: Any) -> Any:
-            casts = _enabled("cuda") and _casts.value
-            return (kernel() if casts else function)(*args, **kwargs)
-
-        return cast_first
-
-    return decorate
+    return _POLICIES[AUTOCAST[name]](function) if _enabled("cuda") and _casts.value else function
 
 
 # ---- on and off ------------------------------------------------------------------------------------------------------

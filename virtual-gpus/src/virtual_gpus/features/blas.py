@@ -4,7 +4,7 @@ Sources of the workspaces: aten/src/ATen/cuda/CublasHandlePool.cpp, CUDABlas.cpp
 Every thread that multiplies matrices on a GPU has a cuBLAS handle there; autograd's backward runs in a thread of its
 own, so a training step uses two. Handles of threads that ended are used again by others. A workspace belongs to a
 handle and a stream. Products with a bias vector go through cublasLt. `memory_model.blas_workspaces` says how large
-workspaces are and how long they stay.
+workspaces are and how long they stay. It is not here, because programs may ask it without virtual GPUs.
 """
 
 import os

@@ -23,7 +23,7 @@ from virtual_gpus.dispatch.operators import OpCall, Row
 from virtual_gpus.entrance import entrance
 from virtual_gpus.features.attention.kernels import FUSED, AttentionCall, Fused, cudnn_version, rule
 from virtual_gpus.features.attention.values import Mask, Parts, Scale, for_all_heads
-from virtual_gpus.features.autocast import casting
+from virtual_gpus.features.autocast import cast_first
 from virtual_gpus.features.tensors.attributes import gpu_as_seen
 from virtual_gpus.gpus import GPUSpec
 from virtual_gpus.machine import VirtualGPU
@@ -55,7 +55,10 @@ def scaled_dot_product_attention(
         query, key, value, attn_mask = map(arrived, (query, key, value, attn_mask))
     # On the CPU, or under torch.func's transforms, which take operators apart themselves.
     is_elsewhere = gpu_as_seen(query) is None or is_wrapper(type(query)) or is_transformed()
-    call = _raw if is_elsewhere or _is_wrong(query, key, value, attn_mask, dropout_p) else _on_gpu
+    if is_elsewhere or _is_wrong(query, key, value, attn_mask, dropout_p):
+        call = _raw
+    else:
+        call = cast_first("scaled_dot_product_attention", _on_gpu)
     return call(query, key, value, attn_mask, dropout_p, is_causal, **rest)
 
 
@@ -66,7 +69,6 @@ def _is_wrong(query: Tensor, key: Tensor, value: Tensor, mask: Mask, dropout: fl
     return not (same and mask_fits and min(query.dim(), key.dim(), value.dim()) > 1 and 0 <= dropout <= 1)
 
 
-@casting("scaled_dot_product_attention")
 @entrance
 def _on_gpu(
     query: Tensor, key: Tensor, value: Tensor, mask: Mask, dropout: float, causal: bool, *,
