@@ -128,9 +128,13 @@ def test_an_operator_with_a_kernel_of_its_own_for_cuda_has_a_row_or_is_known_to_
     assert len(names) > 300 and without_row - plain == set()
 
 
-def test_a_copy_within_a_gpu_has_its_own_name_and_an_error_in_a_shape_is_not_hidden(monkeypatch):
+def test_a_copy_within_a_gpu_has_its_own_name_and_errors_of_the_package_are_not_hidden(monkeypatch):
     x = torch.empty(4, 4, device="cuda")
     assert [span.name for span in recorded(lambda: x.copy_(x + 1)).spans] == ["add", "copy_"]
+    monkeypatch.setattr(timing, "launch_times", None)  # a mistake shows its line
+    with pytest.raises(AttributeError) as error:
+        x + 1
+    assert error.traceback[-1].path.name == "timing.py"
     monkeypatch.setattr(timing, "_form", lambda tensor: torch.ones(2) @ torch.ones(3))
     with pytest.raises(RuntimeError, match="size"):
         x + 1

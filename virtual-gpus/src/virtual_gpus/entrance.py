@@ -1,9 +1,8 @@
 """Entrances: the functions through which PyTorch and the user's program call this package.
 
 The traceback of an error ends at the line of the caller, as for errors from C++. A traceback that is kept therefore
-holds no frame of this package and no tensor, unless the error is a mistake in this package. The code behind an entrance
-can find the Python instruction of the call, and the line of the program: the innermost one outside PyTorch and this
-package.
+holds no frame of this package and no tensor, except for mistakes in this package. The code behind an entrance can find
+the Python instruction of the call, and the line of the program: the innermost one outside PyTorch and this package.
 """
 
 import functools
