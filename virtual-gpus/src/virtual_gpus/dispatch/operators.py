@@ -92,10 +92,11 @@ class Operator:
     name: "add.Tensor", with the overload; base: without. row: what its feature knows of it. kernel: what computes it.
     kernels: that by dispatch key, for an operator of higher order or in Python. positions, defaults: of its arguments.
     takes_first: so many arguments may be tensors, and named ones if takes_by_name. written: what it writes to, outputs
-    if that is `out=`. keeps_answers: whether its results on meta tensors are new ones and
-    follow from the forms of its inputs alone. is_composite: it calls operators that autograd sees; has_parts: others.
-    needs_values: what it returns has a size that hangs on values, or is one. arguments: those that its time hangs on;
-    wants_more: on these or strides. takes_generator: its numbers come from a generator that it is given.
+    if that is `out=`. keeps_answers: whether its results on meta tensors are new ones and follow from the forms of its
+    inputs alone. is_composite: whether it calls operators that autograd sees. has_parts: whether it calls others.
+    needs_values: whether it returns a value, or something whose size depends on values. arguments: those on which its
+    time depends. wants_more: whether it has such arguments, or its time depends on strides. takes_generator: whether
+    its numbers come from a generator that it is given.
     """
 
     def __init__(self, func: _Func):
@@ -201,10 +202,10 @@ class OpCall:
     """Made once per operator, in `__torch_dispatch__`; everything that handles the operator is given this object.
 
     func, op: the ATen overload and its facts. kernel: what computes it. args, kwargs: as the dispatcher passed them,
-    later as the kernel gets them. tensors: all that were among them as they were passed. gpu: the GPU that is on of the
-    first tensor that has one, where the operator runs; None if there is none. on_one_gpu: True if all tensors have a
-    storage of their own on that GPU. all_placed: False if one has none, as sparse ones, if C++ made it for itself, or
-    if its GPU is off.
+    later as the kernel gets them. tensors: all that were among them as they were passed. gpu: where the operator runs,
+    which is the GPU of the first tensor that is on one (GPUs that are off do not count). None if no tensor is on a GPU.
+    on_one_gpu: True if all tensors have a storage of their own on that GPU. all_placed: False if a tensor has no
+    storage of its own, as sparse ones, if C++ made it for itself, or if its GPU is off.
     """
 
     __slots__ = ("all_placed", "args", "func", "gpu", "kernel", "kwargs", "on_one_gpu", "op", "tensors")

@@ -146,8 +146,8 @@ def filled(call: OpCall) -> list[torch.Tensor]:
 
 
 def _more(call: OpCall) -> tuple[Any, ...]:
-    """What some classes want to know beside shapes and types (`OperatorClass`): strides of each tensor, arguments, how
-    fp32 numbers are multiplied, whether cuDNN is enabled. `_NO_MORE` has what stands for what they do not ask for."""
+    """What some classes of operators want to know beside shapes and types (see `OperatorClass`): the strides of each
+    tensor, arguments, how fp32 numbers are multiplied, and whether cuDNN is enabled. Others get `_NO_MORE`."""
     op, time, strides = call.op, call.op.row.time, ()
     if time.depends_on_strides:  # what has a storage of its own has strides
         strides = tuple(map(_stride if call.on_one_gpu else _strides, call.tensors))

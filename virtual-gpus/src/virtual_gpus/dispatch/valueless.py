@@ -20,9 +20,9 @@ truth = OfEachThread[bool | None](None)  # see `assuming`
 
 
 def prepare(call: OpCall) -> None:
-    """Turn CPU tensors that a copy or a list may have beside a GPU's into meta tensors; keep 0-dim ones.
+    """Turn the CPU tensors that a copy or a list may have beside those of a GPU into meta tensors, except 0-dim ones.
 
-    What others may have on the CPU (`Row.on_host`) stays there: the host reads it.
+    An argument that other operators take from the CPU (`Row.on_host`) keeps its values, because the host reads them.
     """
     if not call.on_one_gpu and call.gpu.machine.shapes_only:
         call.args = tuple(_as_shape(a) for a in call.args)

@@ -34,7 +34,7 @@ _made_at: WeakKeyDictionary[Record, object] = WeakKeyDictionary()  # the code, a
 
 def _lift(tensor: torch.Tensor) -> torch.Tensor:
     """`lift_fresh`: C++ passes through it what it makes of numbers, such as the index of `x[[0, 1]]`."""
-    for storage in storages(tensor):
+    for storage in () if tensor.is_floating_point() else storages(tensor):
         if storage._record is UNRECORDED:
             storage._record = HostStorage()
             _made_at[storage._record] = calling_frame().f_code, calling_site()

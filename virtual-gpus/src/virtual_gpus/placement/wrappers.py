@@ -16,8 +16,8 @@ def is_dtensor(value: Any) -> bool:
 
 
 def arrived(tensor: Any) -> Any:
-    """`tensor`, or the tensor in one that waits when it is first used, which is now."""
-    if not is_wrapper(type(tensor)) or type(tensor).__name__ != "AsyncCollectiveTensor":
+    """`tensor`, or the tensor in one that waits when it is first used, which is now. Such a wrapper has `wait`."""
+    if not is_wrapper(type(tensor)) or not hasattr(tensor, "wait"):
         return tensor
     return _Arrived.apply(tensor) if tensor.requires_grad and torch.is_grad_enabled() else tensor.wait()
 
