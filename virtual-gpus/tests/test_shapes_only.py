@@ -47,7 +47,8 @@ def test_what_needs_values_says_so_and_cpu_tensors_keep_theirs(tmp_path):
         assert torch.tensor([1, 2]).sum().item() == 3
         x = torch.zeros(4, 2, device="cuda")
         assert x[torch.tensor([0, 1])].shape == x[torch.ones(4) > 0][:2].shape == (2, 2) and x[0].shape == (2,)
-        assert (x + torch.tensor(1.0)).device.index == 0
+        assert (x + torch.tensor(1.0)).device.index == 0 and x.to("meta").is_meta
+        assert torch.func.hessian(lambda y: y.sin().sum())(x[0]).shape == (2, 2)
 
 
 def argument(given, dtype):

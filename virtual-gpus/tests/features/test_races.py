@@ -185,6 +185,8 @@ IN_PARTS = {  # how it starts, what mends it, how it goes on
     **{f"a pinned buffer by {name}": (copied, synchronize, methodcaller(name)) for name in ("numpy", "tolist", "item")},
     "a prefetched batch": (beside(lambda x: pinned()), wait_for_it, lambda x, stream, y: y[1] * 2),
     "attention": (beside(attend), wait_for_it, lambda x, stream, y: y + 1),
+    "losses": (beside(lambda x: [x.requires_grad_().sin().sum(), on_another_stream(lambda: x.cos().sum())[1]]),
+               synchronize, lambda x, stream, y: (y[0] + y[1], torch.autograd.backward(y))),
     "an LSTM": (beside(lambda x: nn.LSTM(4, 4).cuda()(x.view(32, 32, 4))[0]), wait_for_it, lambda x, stream, y: y + 1),
 }  # fmt: skip
 WHOLE = (starts_too_early, a_part_of_it, the_event_is_recorded_too_early, the_event_is_of_another_stream,

@@ -1,7 +1,7 @@
 """The dispatch mode: it sees every ATen operator, forward and backward, and hands each to its route (`routes`)."""
 
-import functools
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -90,16 +90,12 @@ def leave_thread() -> None:
         _push_mode(other)
 
 
-def in_mode(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function`, with the operators of the calling thread visible; afterwards the thread is as it was."""
-
-    @functools.wraps(function)
-    def visibly(*args: Any, **kwargs: Any) -> Any:
-        entered = enter_thread()
-        try:
-            return function(*args, **kwargs)
-        finally:
-            if entered:
-                leave_thread()
-
-    return visibly
+@contextmanager
+def in_mode() -> Iterator[None]:
+    """Within it, or a function that it decorates, this thread's operators are visible; then the thread is as it was."""
+    entered = enter_thread()
+    try:
+        yield
+    finally:
+        if entered:
+            leave_thread()

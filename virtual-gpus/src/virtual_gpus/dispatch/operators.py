@@ -180,7 +180,7 @@ def _python_functions(func: _Func) -> dict[Any, Callable[..., Any]] | None:
     """By dispatch key, those of an operator of higher order or a `torch.library.custom_op` for all devices, if any."""
     if isinstance(func, torch._ops.HigherOrderOperator):
         return func.py_kernels
-    made = OPDEFS.get(func._schema.name)
+    made = None if func.namespace == "prims" else OPDEFS.get(func._schema.name)  # PyTorch's own are made so too
     of = {} if made is None else made._backend_fns
     return {key: of[device] for device, key in _KEYS.items() if device in of} if None in of else None
 

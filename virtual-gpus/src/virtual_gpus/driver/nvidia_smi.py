@@ -42,11 +42,6 @@ class GPUView(NamedTuple):
         return sum(nbytes for _, nbytes in self.processes)
 
     @property
-    def percent(self) -> int:
-        """The load in percent."""
-        return round(100 * self.load)
-
-    @property
     def bus_id(self) -> str:
         """Its address on the PCI bus, as nvidia-smi writes it."""
         return f"00000000:{self.slot + 1:02X}:00.0"
@@ -73,7 +68,7 @@ _FIELDS: dict[str, _Field] = {
     "name": (lambda gpu: gpu.name, ""),
     "uuid": (lambda gpu: gpu.uuid, ""),
     "pci.bus_id": (lambda gpu: gpu.bus_id, ""),
-    "utilization.gpu": (lambda gpu: gpu.percent, "%"),
+    "utilization.gpu": (lambda gpu: round(100 * gpu.load), "%"),
     "display_mode": (lambda gpu: "Disabled", ""),
     "index": (lambda gpu: gpu.slot, ""),
     "memory.total": (lambda gpu: gpu.memory >> 20, "MiB"),
@@ -124,7 +119,7 @@ def table(gpus: list[GPUView]) -> Iterator[str]:
     yield f"| {'GPU':<4}{'Name':<33}{'Memory-Usage':>24}  {'GPU-Util':>12}  |"
     yield rule
     for gpu in gpus:
-        memory, load = f"{gpu.used >> 20}MiB / {gpu.memory >> 20}MiB", f"{gpu.percent}%"
+        memory, load = f"{gpu.used >> 20}MiB / {gpu.memory >> 20}MiB", f"{gpu.load:.0%}"
         yield f"| {gpu.slot:<4}{gpu.name:<33}{memory:>24}  {load:>12}  |"
     yield rule
     yield f"| {'Processes: GPU':<22}{'PID':>12}{'GPU Memory':>24}{'':<19}|"

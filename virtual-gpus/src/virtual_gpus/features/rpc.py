@@ -44,7 +44,7 @@ def _serialize(function: Callable[..., Any], self: Any, obj: Any) -> tuple[bytes
 
 def _calling_back(function: Callable[..., Any], self: Any, callback: Callable[..., Any]) -> Any:
     """`then` and `add_done_callback` of a future: the thread that completes it calls the function."""
-    return function(self, in_mode(callback))
+    return function(self, in_mode()(callback))
 
 
 def _get_gradients(function: Callable[..., Any], context_id: int) -> dict[torch.Tensor, torch.Tensor]:
@@ -69,7 +69,7 @@ def patches() -> list[Patch]:
         return rows
     pickler = internal._InternalRPCPickler
     rows += [(pickler, "serialize", around(pickler.serialize, _serialize)),
-              (internal, "_run_function", in_mode(internal._run_function))]  # fmt: skip
+              (internal, "_run_function", in_mode()(internal._run_function))]  # fmt: skip
     autograd = sys.modules["torch.distributed.autograd"]
     rows.append((autograd, "get_gradients", around(autograd.get_gradients, _get_gradients)))
     options = sys.modules["torch.distributed.rpc.options"].TensorPipeRpcBackendOptions

@@ -136,10 +136,10 @@ class Fusion(Charger[VirtualGPU]):
             self._write(map(allocation_of, tensors))
 
     @contextmanager
-    def around_backward(self, around: Callable[[Any], AbstractContextManager[object]], outputs: Any) -> Iterator[None]:
+    def around_backward(self, around: Callable[..., AbstractContextManager[object]], *given: Any) -> Iterator[None]:
         """A backward pass, within what else is done around it. Charges the writing of the gradients that it leaves."""
         state, outer = self._of_thread, self._of_thread.running
-        with around(outputs):
+        with around(*given):
             state.running = running = _Pass()
             try:
                 yield

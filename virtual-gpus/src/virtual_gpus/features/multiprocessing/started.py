@@ -68,7 +68,7 @@ def patches() -> list[Patch]:
     runs = [(threading.Thread, "_bootstrap_inner"), (concurrent.futures.thread._WorkItem, "run")]
     if "asyncio.events" in sys.modules:  # else no event loop is running
         runs.append((sys.modules["asyncio.events"].Handle, "_run"))
-    return [(owner, name, in_mode(getattr(owner, name))) for owner, name in runs] + [
+    return [(owner, name, in_mode()(getattr(owner, name))) for owner, name in runs] + [
         (multiprocessing.spawn, "get_preparation_data", get_preparation_data),
         (multiprocessing.process.BaseProcess, "__reduce_ex__", _reduce_process),
     ]

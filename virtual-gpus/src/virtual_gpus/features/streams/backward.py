@@ -3,8 +3,8 @@
 Hooks on the nodes change streams during the pass. A program that makes no node on a stream of its own has no hooks.
 """
 
-from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
@@ -16,18 +16,24 @@ from virtual_gpus.features.streams import streams
 from virtual_gpus.machine import VirtualGPU, VirtualMachine
 from virtual_gpus.placement.storages import gpu_of
 
+_Gradients = Sequence[torch.Tensor | None]
+_Edge = tuple[Node | None, int]  # an input of a node
+
 
 @contextmanager
 def on_the_streams_of_forward(
-    machine: VirtualMachine, outputs: Iterable[torch.Tensor | GradientEdge]
+    machine: VirtualMachine, outputs: Sequence[torch.Tensor | GradientEdge], gradients: _Gradients
 ) -> Iterator[None]:
-    """Within it, the engine runs the nodes behind `outputs` on their streams. At its end the caller's streams wait."""
+    """Within it, the engine runs the nodes behind `outputs` on their streams. The caller's streams have made the
+    `gradients` of the outputs, and wait for all others at its end."""
     if not streams.have_changed(machine):
         yield
         return
-    run = _Pass(machine)
-    handles = [handle for node in _nodes(outputs) for handle in run.watch(node)]
+    nodes = (getattr(output, "grad_fn", None) or getattr(output, "node", None) for output in outputs)
+    run, roots = _Pass(machine), [(node, output.output_nr) for node, output in zip(nodes, outputs, strict=True)]
+    handles = list(run.watch(roots))
     try:
+        run.arrive(gradients, roots, gradients)
         yield
     finally:
         run.end()
@@ -35,68 +41,71 @@ def on_the_streams_of_forward(
             handle.remove()
 
 
-def _nodes(outputs: Iterable[torch.Tensor | GradientEdge]) -> Iterator[Node]:
-    waiting = [getattr(output, "grad_fn", None) or getattr(output, "node", None) for output in outputs]
-    visited: set[Node] = set()
-    while waiting:
-        node = waiting.pop()
-        if node is not None and node not in visited:
-            visited.add(node)
-            waiting.extend(following for following, _ in node.next_functions)
-            yield node
-
-
 class _Pass:
-    """One backward pass: the streams it has used, and for each node how long its inputs take on the modelled clock."""
+    """One backward pass. `_waiting`: nodes whose gradients arrive, where they will run, and when it is all there."""
 
     def __init__(self, machine: VirtualMachine):
         self._machine, self._used = machine, set[streams.Stream]()
-        self._ready: dict[Node | None, float] = {}
-        self._callers: dict[int, streams.Stream] = {}  # by the GPU's index: what was current before
-        self._missing: Counter[Node | None] = Counter()  # gradients of its inputs
-        self._next: set[Node] = set()  # nothing is missing, and they have not run
+        self._callers = [streams.current_stream(gpu.index) for gpu in machine.gpus]
+        self._waiting = defaultdict[Node, dict[VirtualGPU, tuple[streams.Stream, float]]](dict)
+        self._arrived: set[_Edge] = set()
 
-    def watch(self, node: Node) -> list[RemovableHandle]:
-        """Hooks before and after a node. The node that adds up a leaf's gradient stays on the current stream."""
-        number = node._sequence_nr()
-        of_leaf = not node.next_functions
-        self._missing.update(following for following, _ in node.next_functions)
+    def watch(self, roots: Sequence[_Edge]) -> Iterator[RemovableHandle]:
+        """Hooks before and after each node behind `roots`."""
+        waiting, visited = [node for node, _ in roots], set[Node]()
+        while waiting:
+            node = waiting.pop()
+            if node is not None and node not in visited:
+                visited.add(node)
+                waiting.extend(following for following, _ in node.next_functions)
+                yield node.register_prehook(partial(self._run, node))
+                yield node.register_hook(partial(self._after, node))
 
-        def before(gradients: tuple[torch.Tensor | None, ...]) -> None:
-            self._next.discard(node)
-            for gpu in _gpus(gradients):
-                stream = streams.current_stream(gpu.index)
-                self._callers.setdefault(gpu.index, stream)
-                if not of_leaf:
-                    stream = streams.stream_of_node(gpu, number)
-                    streams.make_current(gpu, stream)
-                self._used.add(stream)
-                stream._hold(self._ready.get(node, 0.0))
+    def _after(self, node: Node, results: _Gradients, gradients: _Gradients) -> None:
+        self._waiting.pop(node, None)
+        self.arrive(results, node.next_functions, gradients)
 
-        def after(_: object, gradients: tuple[torch.Tensor | None, ...]) -> None:
-            marks = [streams.current_stream(gpu.index)._mark() for gpu in _gpus(gradients)]
-            for following, _ in node.next_functions:
-                self._ready[following] = self._machine.clock.latest([*marks, self._ready.get(following, 0.0)])
-                self._missing[following] -= 1
-                if following is not None and not self._missing[following]:
-                    self._next.add(following)
-            following = max(self._next, key=lambda node: node._sequence_nr(), default=None)
-            if following is not None and following.next_functions:  # hooks on its tensors come before `before`
-                for gpu in _gpus(gradients):
-                    streams.make_current(gpu, streams.stream_of_node(gpu, following._sequence_nr()))
+    def arrive(self, results: _Gradients, edges: Sequence[_Edge], gradients: _Gradients) -> None:
+        """What was computed of `gradients` goes to other nodes (torch/csrc/autograd/input_buffer.cpp).
 
-        return [node.register_prehook(before), node.register_hook(after)]
+        One that another stream uses is recorded there. Two for the same input are added on the stream of the node. A
+        leaf, whose number is larger than all others, adds up on the stream that computed the first.
+        """
+        marks, sums = [streams.current_stream(gpu.index)._mark() for gpu in _gpus(gradients)], list[Node]()
+        for result, (node, number) in zip(results, edges, strict=False):
+            if node is None or result is None:
+                continue
+            for gpu in _gpus((result,)):
+                own = streams.stream_of_node(gpu, node._sequence_nr())
+                stream, ready = self._waiting[node].get(gpu, (own, 0.0))
+                self._waiting[node][gpu] = stream, self._machine.clock.latest([*marks, ready])
+                if stream != streams.current_stream(gpu.index):
+                    streams.record_stream(result, stream)
+                if (node, number) in self._arrived:
+                    sums.append(node)
+                self._arrived.add((node, number))
+        # The engine adds now. Before the next node, the youngest, come hooks on its tensors.
+        inner = (node for node in self._waiting if node.next_functions)
+        for node in sums or sorted(inner, key=lambda node: node._sequence_nr())[-1:]:
+            self._run(node)
+
+    def _run(self, node: Node, *_: object) -> None:
+        """Make a node's streams the current ones, and let them wait for the gradients that have arrived."""
+        for gpu, (stream, ready) in self._waiting[node].items():
+            streams.make_current(gpu, stream)
+            self._used.add(stream)
+            stream._hold(ready)
 
     def end(self) -> None:
         """The caller's streams are current again, and wait for all others."""
-        for index, caller in self._callers.items():
+        for caller in self._callers:
             streams.make_current(caller._gpu, caller)
             for stream in self._used:
-                if stream.device_index == index:
+                if stream.device_index == caller.device_index:
                     caller.wait_stream(stream)
 
 
-def _gpus(gradients: tuple[torch.Tensor | None, ...]) -> set[VirtualGPU]:
+def _gpus(gradients: _Gradients) -> set[VirtualGPU]:
     gpus = (gpu_of(gradient) for gradient in gradients if isinstance(gradient, torch.Tensor))
     return {gpu for gpu in gpus if gpu is not None}
 

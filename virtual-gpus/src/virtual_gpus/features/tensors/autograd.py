@@ -72,7 +72,7 @@ def _engine_run_backward(outputs: Sequence[torch.Tensor | GradientEdge], *args: 
     try:
         if clock is not None:
             clock.start_backward()
-        with nullcontext() if machine is None else machine.around_backward(outputs):
+        with nullcontext() if machine is None else machine.around_backward(outputs, checked):
             gradients = _raw_run_backward(outputs, *args, **kwargs)
     except BaseException:
         if not outer:

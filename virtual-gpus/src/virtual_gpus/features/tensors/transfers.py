@@ -17,7 +17,7 @@ from virtual_gpus.machine import active, find_gpu
 from virtual_gpus.patches.table import Patch
 from virtual_gpus.placement.storages import gpu_of, has_values, is_fake, pin
 from virtual_gpus.placement.storages import is_pinned as says_pinned
-from virtual_gpus.threads import this_thread
+from virtual_gpus.threads import below, this_thread
 
 _raw = {name: getattr(torch._C.TensorBase, name) for name in ("to", "cuda", "cpu", "pin_memory", "is_pinned")}
 _raw_compatible, _AS_IS = torch._has_compatible_shallow_copy_type, torch.preserve_format
@@ -56,6 +56,9 @@ def to(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     if machine is None or this_thread.in_kernel or has_torch_function_unary(self):  # see `gpu_as_seen`
         return _raw["to"](self, *args, **kwargs)
     device, dtype, copy, memory_format, blocking = _parse_to(args, kwargs)
+    if device is not None and device.type == "meta" and not has_values(self):  # for C++, it is there already
+        with below():
+            return torch.ops.aten._to_copy.default(self, dtype=dtype, memory_format=memory_format)
     if device is None or device.type not in ("cpu", "cuda"):
         return _raw["to"](self, *args, **kwargs)
     enter_thread()
