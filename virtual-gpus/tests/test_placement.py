@@ -8,6 +8,7 @@ import pytest
 import torch
 from measuring import MIB, empty
 from torch import nn
+from torch.testing._internal.logging_tensor import LoggingTensor
 from virtual_gpus import virtual_gpus
 
 pytestmark = pytest.mark.usefixtures("gpus")
@@ -28,6 +29,7 @@ MAKERS = {
     "sparse_csr_tensor": lambda: torch.sparse_csr_tensor([0, 1], [0], [1.0], device=ONE),
     "to_sparse_csr": lambda: torch.eye(3, device=ONE).to_sparse_csr(),
     "module parameter": lambda: nn.Linear(2, 3, device=ONE).weight,
+    "a wrapper's part": lambda: (LoggingTensor(torch.ones(3, device=ONE)) * torch.ones(3, device=ONE)).elem,
     "lazy module": lambda: initialized(nn.LazyConv1d(3, 1).cuda(1)).weight,
 }
 

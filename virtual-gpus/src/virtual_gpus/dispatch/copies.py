@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from virtual_gpus import errors
 from virtual_gpus.clock.work import Operand
 from virtual_gpus.dispatch import valueless
 from virtual_gpus.dispatch.operators import cost
@@ -81,6 +82,10 @@ def raw_copy(tensor: Tensor, target: Place, dtype: torch.dtype, layout: Format, 
     """The copy itself, unseen by dispatch modes and by autograd. Raises the allocator's OutOfMemory."""
     if storages.is_wrapper(type(tensor)):
         return _copy_of_wrapper(tensor, target, dtype, layout, blocking)
+    if storages.is_hollow(tensor):
+        if gpu_of(tensor) is not target:
+            raise errors.not_modelled("copies of tensors that hold others, of a class without __tensor_flatten__")
+        return torch.ops.aten._to_copy.default(tensor, dtype=dtype, memory_format=layout)
     source, result = gpu_of(tensor), _copied(tensor, target, dtype, layout)
     if target is None and source is not None and not blocking:  # as `_to_copy` does (TensorConversions.cpp)
         pin(result)

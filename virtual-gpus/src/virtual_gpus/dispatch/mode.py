@@ -12,7 +12,7 @@ from virtual_gpus.dispatch.operators import OpCall
 from virtual_gpus.entrance import entrance_of_dispatch, seen_from_outside
 from virtual_gpus.follower import NO_FOLLOWER
 from virtual_gpus.machine import active
-from virtual_gpus.placement.storages import is_fake, is_wrapper
+from virtual_gpus.placement.storages import is_fake, is_hollow, tensors_in
 from virtual_gpus.threads import this_thread
 
 _FAKE = torch._C._TorchDispatchModeKey.FAKE
@@ -33,7 +33,7 @@ class VirtualGPUMode(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         try:
             machine = active()
-            if types and any(map(is_wrapper, types)):
+            if types and any(map(is_hollow, tensors_in((*args, *(kwargs or {}).values())))):
                 return NotImplemented  # a wrapper's own rules take it apart, and this mode sees the parts
             if machine is None or this_thread.in_kernel:
                 return func(*args, **(kwargs or {}))

@@ -21,6 +21,7 @@ _CPU = torch.device("cpu")
 # Not `torch`'s, which are patches while GPUs are on.
 _empty, _empty_strided = torch._C._VariableFunctions.empty, torch._C._VariableFunctions.empty_strided
 RAW_DEVICE = torch._C.TensorBase.device.__get__  # as C++ sees it: cpu or meta
+_NO_RULES, _data_ptr = torch._C._disabled_torch_dispatch_impl, torch._C.TensorBase.data_ptr
 _TENSORS = frozenset((torch.Tensor, torch.nn.Parameter))
 CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}  # by the number of dimensions
 
@@ -157,6 +158,15 @@ def storages(tensor: torch.Tensor) -> tuple[Any, ...]:
 def is_wrapper(kind: type) -> bool:
     """True for tensors that hold others and no data of their own: DTensor, the parameters of fully_shard."""
     return hasattr(kind, "__tensor_flatten__")
+
+
+def is_hollow(tensor: torch.Tensor) -> bool:
+    """True for a tensor without data whose class has rules for operators: a wrapper, which need not name its parts."""
+    kind: Any = type(tensor)
+    if kind.__torch_dispatch__ is _NO_RULES or is_fake(kind) or is_wrapper(kind):
+        return is_wrapper(kind)
+    allocation = allocation_of(tensor)
+    return _data_ptr(tensor) == 0 if allocation is None else not allocation.nbytes
 
 
 @functools.cache

@@ -28,7 +28,7 @@ from virtual_gpus.features.tensors.attributes import gpu_as_seen
 from virtual_gpus.gpus import GPUSpec
 from virtual_gpus.machine import VirtualGPU
 from virtual_gpus.patches.table import Patch
-from virtual_gpus.placement.storages import device_of, gpu_of, is_wrapper
+from virtual_gpus.placement.storages import device_of, gpu_of, is_hollow, is_wrapper
 from virtual_gpus.placement.wrappers import arrived, is_dtensor
 from virtual_gpus.settings import INSTALLED
 from virtual_gpus.versions import Version
@@ -54,7 +54,7 @@ def scaled_dot_product_attention(
             return _attend(gpu, (query, key, value), attn_mask, dropout_p, is_causal, scale, enable_gqa)
         query, key, value, attn_mask = map(arrived, (query, key, value, attn_mask))
     # On the CPU, or under torch.func's transforms, which take operators apart themselves.
-    is_elsewhere = gpu_as_seen(query) is None or is_wrapper(type(query)) or is_transformed()
+    is_elsewhere = gpu_as_seen(query) is None or is_hollow(query) or is_transformed()
     if is_elsewhere or _is_wrong(query, key, value, attn_mask, dropout_p):
         call = _raw
     else:

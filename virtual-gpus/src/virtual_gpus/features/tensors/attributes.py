@@ -9,10 +9,11 @@ from torch.overrides import has_torch_function_unary
 
 from virtual_gpus import errors
 from virtual_gpus.dispatch.valueless import NotKept
+from virtual_gpus.features.tensors.device_numbers import named
 from virtual_gpus.features.tensors.legacy import is_cuda_type, parse_type
-from virtual_gpus.machine import VirtualGPU, active
+from virtual_gpus.machine import VirtualGPU, active, find_gpu
 from virtual_gpus.patches.table import Patch
-from virtual_gpus.placement.storages import device_of, gpu_of
+from virtual_gpus.placement.storages import StorageAllocation, device_of, gpu_of, is_wrapper, put
 from virtual_gpus.threads import below, this_thread
 
 _raw = torch._C.TensorBase
@@ -121,11 +122,15 @@ def set_(self: torch.Tensor, source: Any = None, *args: Any, **kwargs: Any) -> t
 
 
 def _make_wrapper_subclass(*args: Any, **kwargs: Any) -> torch.Tensor:
-    """A tensor around others: C++ must not hear of a GPU that it does not know. `device` asks the tensors inside."""
+    """A tensor around others: C++ must not hear of a GPU that it does not know.
+
+    `device` asks the tensors inside. Of a class that does not name them, it is the GPU that was given.
+    """
     device, machine = kwargs.get("device"), active()
-    if device is not None and machine is not None and torch.device(device).type == "cuda":
-        kwargs["device"] = machine.tensor_device
-    return _raw_make_wrapper(*args, **kwargs)
+    if device is None or machine is None or (device := torch.device(named(device))).type != "cuda":
+        return _raw_make_wrapper(*args, **kwargs)
+    wrapper = _raw_make_wrapper(*args, **{**kwargs, "device": machine.tensor_device})
+    return wrapper if is_wrapper(type(wrapper)) else put(wrapper, StorageAllocation(find_gpu(machine, device), 0))
 
 
 def from_real_tensor(self: FakeTensorConverter, *args: Any, **kwargs: Any) -> FakeTensor:
