@@ -54,7 +54,8 @@ def scaled_dot_product_attention(
             return _attend(gpu, (query, key, value), attn_mask, dropout_p, is_causal, scale, enable_gqa)
         query, key, value, attn_mask = map(arrived, (query, key, value, attn_mask))
     # On the CPU, or under torch.func's transforms, which take operators apart themselves.
-    is_elsewhere = gpu_as_seen(query) is None or is_hollow(query) or is_transformed()
+    is_wrapped = type(query) is not Tensor and is_hollow(query)
+    is_elsewhere = gpu_as_seen(query) is None or is_wrapped or is_transformed()
     if is_elsewhere or _is_wrong(query, key, value, attn_mask, dropout_p):
         call = _raw
     else:
