@@ -127,14 +127,9 @@ _VECTOR = 4  # elements that a thread loads at once
 
 
 def reduction_scratch(
-    shape: Sequence[int],
-    gpu: GPUSpec | str,
-    dims: Sequence[int] | None = None,
-    *,
-    strides: Sequence[int] | None = None,
-    partial_bytes: int = 4,
-    threads: int = 512,
-) -> tuple[int, int]:
+    shape: Sequence[int], gpu: GPUSpec | str, dims: Sequence[int] | None = None, *,
+    strides: Sequence[int] | None = None, partial_bytes: int = 4, threads: int = 512,
+) -> tuple[int, int]:  # fmt: skip
     """The bytes of two temporary buffers of a reduction such as `sum`: for partial results and for semaphores.
 
     shape: the shape of the tensor.
@@ -163,14 +158,9 @@ def reduction_scratch(
 
 @lru_cache(maxsize=4096)
 def _buffers(
-    shape: Ints,
-    strides: Ints,
-    reduced: Ints,
-    partial_bytes: int,
-    threads: int,
-    multiprocessors: int,
-    threads_per_multiprocessor: int,
+    shape: Ints, strides: Ints, reduced: Ints, partial_bytes: int, threads: int, processors: int, per_processor: int
 ) -> tuple[int, int]:
+    """processors: multiprocessors of the GPU. per_processor: threads that each of them holds at a time."""
     inner, outer = _merged(shape, strides, reduced)
     inputs, outputs = prod(n for n, _ in inner), prod(n for n, _ in outer)
     along_input = not outer or not inner or inner[0][1] < outer[0][1]
@@ -188,7 +178,7 @@ def _buffers(
         return 0, 0
     values = ceil_div(inputs, step_input * height)
     grid = ceil_div(outputs // vector, step_output)
-    wanted = multiprocessors * (threads_per_multiprocessor // (width * height))
+    wanted = processors * (per_processor // (width * height))
     if values < _MAX_VALUES or grid > wanted:
         return 0, 0
     blocks = max(min(ceil_div(wanted, grid), ceil_div(values, _MIN_VALUES)), ceil_div(values, _MAX_VALUES))

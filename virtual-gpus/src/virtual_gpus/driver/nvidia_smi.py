@@ -152,5 +152,4 @@ def main() -> None:
         print("\n".join(table(gpus)))
         return
     sys.stderr.write(f"{_NOTICE}\n")  # in one go: ranks that ask at once do not mix their lines
-    for line in lines:
-        print(line)
+    print("\n".join(lines))

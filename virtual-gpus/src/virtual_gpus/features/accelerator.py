@@ -22,10 +22,6 @@ def current_accelerator(check_available: bool = False) -> torch.device | None:
     return torch.device("cuda") if get_machine().gpus or not check_available else None
 
 
-def empty_host_cache() -> None:
-    """Pinned memory is not kept, so there is nothing to give back."""
-
-
 def memory_stats(device_index: Device = None, /) -> dict[str, int]:
     """See torch.cuda.memory_stats, which is PyTorch's own function and so cannot stand for another one."""
     return torch.cuda.memory_stats(device_index)
@@ -43,10 +39,11 @@ def get_device_module(device: torch.device | str | None = None) -> ModuleType:
 
 
 def patches() -> list[Patch]:
-    rows = in_package("torch.accelerator", *_SAME, current_accelerator, empty_host_cache, memory_stats,
+    rows = in_package("torch.accelerator", *_SAME, current_accelerator, memory_stats,
                       current_device_index=cuda.current_device, current_device_idx=cuda.current_device,
                       set_device_index=cuda.set_device, set_device_idx=cuda.set_device,
-                      get_memory_info=memory_figures.mem_get_info)  # fmt: skip
+                      get_memory_info=memory_figures.mem_get_info,
+                      empty_host_cache=lambda: None)  # pinned memory is not kept  # fmt: skip
     rows += [(torch._C, "_accelerator_exchangeDevice", cuda._exchange_device),  # `with device_index(1):`
              (torch._C, "_accelerator_maybeExchangeDevice", cuda._maybe_exchange_device)]  # fmt: skip
     return rows + [(torch, "get_device_module", get_device_module), (torch._C, "_get_accelerator", _get_accelerator)]

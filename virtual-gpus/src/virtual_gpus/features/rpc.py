@@ -12,10 +12,8 @@ import torch
 
 from virtual_gpus import errors
 from virtual_gpus.dispatch.mode import in_mode
-from virtual_gpus.patches.table import Patch, around
+from virtual_gpus.patches.table import Patch, wrapped
 from virtual_gpus.placement.storages import gpu_of, place, tensors_in
-
-_NAMING_DEVICES = ("__init__", "set_device_map", "set_devices")
 
 
 def _refuse(values: Sequence[Any]) -> None:
@@ -61,18 +59,14 @@ def _get_gradients(function: Callable[..., Any], context_id: int) -> dict[torch.
 
 
 def patches() -> list[Patch]:
-    future = torch._C.Future  # also of what C++ makes, for example in `Work.get_future`
-    listening = ("then", "add_done_callback")
-    rows: list[Patch] = [(future, name, around(vars(future)[name], _calling_back)) for name in listening]
+    # Also of what C++ makes, for example in `Work.get_future`.
+    rows = wrapped(torch._C.Future, then=_calling_back, add_done_callback=_calling_back)
     internal, api = (sys.modules.get(f"torch.distributed.rpc.{name}") for name in ("internal", "api"))
     if internal is None or not hasattr(api, "_invoke_rpc_builtin"):  # of builds without RPC
         return rows
-    pickler = internal._InternalRPCPickler
-    rows += [(pickler, "serialize", around(pickler.serialize, _serialize)),
-              (internal, "_run_function", in_mode()(internal._run_function))]  # fmt: skip
-    autograd = sys.modules["torch.distributed.autograd"]
-    rows.append((autograd, "get_gradients", around(autograd.get_gradients, _get_gradients)))
+    rows += wrapped(internal._InternalRPCPickler, serialize=_serialize)
+    rows += wrapped(sys.modules["torch.distributed.autograd"], get_gradients=_get_gradients)
     options = sys.modules["torch.distributed.rpc.options"].TensorPipeRpcBackendOptions
-    rows += [(options, name, around(getattr(options, name), _without_devices)) for name in _NAMING_DEVICES]
-    builtin = ("_invoke_rpc_builtin", "_invoke_remote_builtin")
-    return rows + [(api, name, around(getattr(api, name), _sending)) for name in builtin]
+    rows += wrapped(options, __init__=_without_devices, set_device_map=_without_devices, set_devices=_without_devices)
+    rows += wrapped(api, _invoke_rpc_builtin=_sending, _invoke_remote_builtin=_sending)
+    return [*rows, (internal, "_run_function", in_mode()(internal._run_function))]

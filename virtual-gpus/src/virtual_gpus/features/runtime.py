@@ -9,6 +9,7 @@ import torch
 
 from virtual_gpus import errors
 from virtual_gpus.features.cuda.devices import _lazy_init, gpu_at
+from virtual_gpus.features.cuda.memory_figures import mem_get_info
 from virtual_gpus.patches.table import Patch, in_package
 
 _raw_version = torch.cuda.nccl.version
@@ -38,10 +39,7 @@ class Runtime:
 
     cudaProfilerStop = cudaProfilerStart
 
-    @staticmethod
-    def cudaMemGetInfo(device: int) -> tuple[int, int]:
-        """See torch.cuda.mem_get_info."""
-        return torch.cuda.mem_get_info(device)
+    cudaMemGetInfo = staticmethod(mem_get_info)
 
     def __getattr__(self, name: str) -> NoReturn:
         if name.startswith("__"):

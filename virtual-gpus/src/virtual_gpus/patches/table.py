@@ -89,6 +89,15 @@ def around(original: Callable[..., Any], function: Callable[..., Any]) -> Callab
     return answer
 
 
+def wrapped(owner: Any, *functions: Callable[..., Any], **by_name: Callable[..., Any]) -> list[Patch]:
+    """Patches for functions `around` what `owner` has under their names, or under those that they are given by.
+
+    Names that this PyTorch version lacks give none.
+    """
+    named = {function.__name__: function for function in functions} | by_name
+    return [(owner, name, around(getattr(owner, name), f)) for name, f in named.items() if hasattr(owner, name)]
+
+
 def in_package(package: str, *functions: Any, **by_name: Any) -> list[Patch]:
     """Patches for functions that carry the name of what they stand for, wherever `package` has that name.
 

@@ -133,12 +133,11 @@ class TrainingRecorder:
             self._spans.append(span)
 
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self._memory.mark_owned([optimizer])
         if self._optimizer is None:
             self._optimizer = weakref.ref(optimizer)
         if self._optimizer() is optimizer:
-            self._parameters = sum(p.numel() for p in parameters)
+            self._parameters = sum(p.numel() for group in optimizer.param_groups for p in group["params"])
 
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         self._memory.mark_owned([optimizer])

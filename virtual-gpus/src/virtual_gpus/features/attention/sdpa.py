@@ -78,10 +78,8 @@ def _on_gpu(
     gpu = gpu_of(query)
     if gpu is None or not gpu is gpu_of(key) is gpu_of(value):
         q, k, v = map(device_of, (query, key, value))
-        raise RuntimeError(
-            "Expected query, key, and value to have the same device type, but got "
-            f"query.device: {q} key.device: {k} and value.device: {v} instead."
-        )
+        found = f"query.device: {q} key.device: {k} and value.device: {v}"
+        raise RuntimeError(f"Expected query, key, and value to have the same device type, but got {found} instead.")
     parts, is_new = (query, key, value), gpu.machine.settings.version >= _THREE_DIMENSIONS
     if not is_new or not query.dim() == key.dim() == value.dim() == 3:
         return _attend(gpu, parts, mask, dropout, causal, scale, enable_gqa)

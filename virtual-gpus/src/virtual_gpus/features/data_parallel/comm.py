@@ -92,10 +92,8 @@ def _scatter(
 ) -> list[torch.Tensor]:
     """Pieces of `tensor` along `dim`, one per device; a piece that is on its GPU already is not copied."""
     if chunk_sizes is not None and len(chunk_sizes) != len(devices):
-        raise RuntimeError(
-            "Expected devices and chunk_sizes to be of same length, but got "
-            f"len(devices) = {len(devices)} and len(chunk_sizes) = {len(chunk_sizes)}"
-        )
+        found = f"len(devices) = {len(devices)} and len(chunk_sizes) = {len(chunk_sizes)}"
+        raise RuntimeError(f"Expected devices and chunk_sizes to be of same length, but got {found}")
     gpus = [gpu_at(device) for device in devices]
     pieces = tensor.chunk(len(gpus), dim) if chunk_sizes is None else tensor.split_with_sizes(list(chunk_sizes), dim)
     scattered = list[torch.Tensor]()

@@ -29,7 +29,7 @@ from virtual_gpus.errors import NotModelled
 from virtual_gpus.features.distributed.groups import is_boxed, place_of_rank
 from virtual_gpus.features.nccl.traffic import TRAFFIC, kind_of
 from virtual_gpus.machine import VirtualMachine, active, get_machine
-from virtual_gpus.patches.table import Patch, around
+from virtual_gpus.patches.table import Patch, around, wrapped
 from virtual_gpus.settings import Settings
 from virtual_gpus.threads import OfEachThread, below
 
@@ -253,11 +253,8 @@ def patches() -> list[Patch]:
     if not torch.distributed.is_available():
         return []
     c10d = torch.distributed.distributed_c10d
-    rows: list[Patch] = [
-        (c10d, "rendezvous", around(c10d.rendezvous, _rendezvous)),
-        (torch.distributed, "get_backend", around(c10d.get_backend, _get_backend)),
-        (torch.distributed, "gather_object", around(c10d.gather_object, _gather_object)),
-    ]
+    rows = wrapped(c10d, rendezvous=_rendezvous)
+    rows += wrapped(torch.distributed, get_backend=_get_backend, gather_object=_gather_object)
     for name in ("broadcast_object_list", "scatter_object_list", "recv_object_list"):
         receiving = around(getattr(c10d, name), _objects_from_another)
         rows += [(owner, name, receiving) for owner in (c10d, torch.distributed)]

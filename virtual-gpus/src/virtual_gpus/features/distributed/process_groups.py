@@ -27,7 +27,7 @@ from virtual_gpus.features.distributed.messages import until_times_have_arrived
 from virtual_gpus.features.distributed.one_rank import require_its_rank, runs_alone
 from virtual_gpus.features.distributed.whereabouts import report_location
 from virtual_gpus.machine import VirtualGPU, active, get_machine
-from virtual_gpus.patches.table import Patch, around
+from virtual_gpus.patches.table import Patch, around, wrapped
 from virtual_gpus.settings import INSTALLED
 from virtual_gpus.versions import Version
 
@@ -241,15 +241,12 @@ def patches() -> list[Patch]:
 
     group = c10d.ProcessGroup
     destroy = around(c10d.destroy_process_group, _destroy)
-    rows: list[Patch] = [
-        (c10d, "_new_process_group_helper", around(c10d._new_process_group_helper, _new_process_group_helper)),
-        (c10d, "_get_object_coll_device", around(c10d._get_object_coll_device, _get_object_coll_device)),
-        (c10d, "_get_split_source", lambda *args: None),  # only NCCL makes a group's communicator out of another's
-        (group, "_device_types", property(functools.partial(_device_types, vars(group)["_device_types"].__get__))),
-        (group, "_get_backend", around(group._get_backend, _get_backend)),
-        (group, "_get_backend_name", around(group._get_backend_name, _get_backend_name)),
-        (group, "barrier", around(group.barrier, _barrier)),
-    ]
+    rows = wrapped(c10d, _new_process_group_helper, _get_object_coll_device)
+    rows += wrapped(group, _get_backend, _get_backend_name, barrier=_barrier, split_group=_split_group)
+    # Only NCCL makes a group's communicator out of another's.
+    rows.append((c10d, "_get_split_source", lambda *args: None))
+    device_types = functools.partial(_device_types, vars(group)["_device_types"].__get__)
+    rows.append((group, "_device_types", property(device_types)))
     rows += [(owner, "destroy_process_group", destroy) for owner in (c10d, torch.distributed)]
     rows += [(owner, "is_nccl_available", lambda: True) for owner in (c10d, torch.distributed)]
     if hasattr(c10d, "ProcessGroupGloo"):
@@ -258,8 +255,4 @@ def patches() -> list[Patch]:
         # Object collectives log it if TORCH_DISTRIBUTED_DEBUG is DETAIL. PyTorch's own asks CUDA's driver.
         rows.append((torch._C._distributed_c10d, "_hash_tensors", lambda tensors: 0))
     device_mesh = sys.modules.get("torch.distributed.device_mesh")
-    if INSTALLED < _GLOO_SPLITS and hasattr(device_mesh, "split_group"):
-        rows.append((device_mesh, "split_group", around(device_mesh.split_group, _splitting)))
-    if hasattr(group, "split_group"):
-        rows.append((group, "split_group", around(group.split_group, _split_group)))
-    return rows
+    return rows + (wrapped(device_mesh, split_group=_splitting) if INSTALLED < _GLOO_SPLITS else [])

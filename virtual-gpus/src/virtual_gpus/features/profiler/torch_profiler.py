@@ -14,7 +14,7 @@ from torch.autograd.profiler import EventList, FunctionEvent, profile
 
 from virtual_gpus.features.profiler.device_record import DeviceRecord
 from virtual_gpus.machine import active
-from virtual_gpus.patches.table import Patch, around
+from virtual_gpus.patches.table import Patch, wrapped
 
 _FALLBACK = ProfilerState.KINETO_GPU_FALLBACK
 _records: weakref.WeakKeyDictionary[profile, DeviceRecord] = weakref.WeakKeyDictionary()
@@ -79,8 +79,7 @@ class _Ranges:
 
 
 def patches() -> list[Patch]:
-    methods = (_prepare_trace, _start_trace, __exit__, _parse_kineto_results, export_chrome_trace)
-    replaced = [*((profile, method) for method in methods), (EventList, table)]
-    replaced += [(owner, _supported_activities) for owner in (profiler, torch.autograd)]
-    rows = [(owner, new.__name__, around(getattr(owner, new.__name__), new)) for owner, new in replaced]
+    rows = wrapped(profile, _prepare_trace, _start_trace, __exit__, _parse_kineto_results, export_chrome_trace)
+    rows += wrapped(EventList, table)
+    rows += wrapped(profiler, _supported_activities) + wrapped(torch.autograd, _supported_activities)
     return [*rows, (torch.cuda.nvtx, "_nvtx", _Ranges())]
