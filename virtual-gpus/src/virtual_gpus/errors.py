@@ -162,7 +162,7 @@ def other_scalar_type(tensor: torch.Tensor, other: torch.Tensor) -> RuntimeError
     return RuntimeError(f"expected scalar type {scalar_type(tensor)} but found {scalar_type(other)}")
 
 
-def raise_instead_of(error: RuntimeError, operator: str, shapes_only: bool) -> None:
+def raise_instead_of(error: Exception, operator: str, shapes_only: bool) -> None:
     """Raise what the program is told in place of a kernel's `error`, if anything: kernels and types of tensors have
     CUDA's names (errors.toml). operator: "aten::mm", with its overload."""
     text, name = str(error), operator.partition("::")[2]

@@ -338,7 +338,7 @@ class OpCall:
                 with drawing_from(default_generator(self.gpu)):
                     return self.kernel(*self.args, **self.kwargs)
             return self.kernel(*self.args, **self.kwargs)
-        except RuntimeError as error:
+        except (RuntimeError, TypeError) as error:
             errors.raise_instead_of(error, self.func.name(), self.gpu.machine.shapes_only)
             raise
         finally:

@@ -30,7 +30,7 @@ from virtual_gpus.threads import OfEachThread, this_thread
 from virtual_gpus.versions import Version
 
 MULTIPLIED = {torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.complex128}  # by CUDA
-_PRODUCTS, _OF_VECTORS = (figures.beside(__file__)[part] for part in ("products", "vector"))
+_PRODUCTS, _OF_VECTORS, _DRIVERS = (figures.beside(__file__)[part] for part in ("products", "vector", "drivers"))
 _LT_TYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _LT_FOR_MATRICES_AS_BIAS: Version = (2, 15)  # addmm takes cublasLt in half precision (native/cuda/Blas.cpp)
 Tiles = tuple[tuple[int, int, float], ...]  # rows, columns, and the share of the peak that they reach
@@ -226,6 +226,15 @@ def _in_another_dtype(product: Callable[..., torch.Tensor], *args: Any, **option
     return product(*(matrix.to(dtype) for matrix in matrices), **options)
 
 
+def with_driver(call: OpCall) -> Any:
+    """An operator of cuSOLVER, which has other drivers than LAPACK (BatchLinearAlgebra.cpp): none is for the CPU."""
+    row = _DRIVERS[call.op.base]
+    if call["driver"] not in (None, *row["taken"].split()):
+        raise RuntimeError(row["refusal"].format(call["driver"]))
+    call.kwargs = {**call.kwargs, "driver": row.get("on_cpu")}
+    return call.run()
+
+
 def _matrices(operation: Operation, bias: int = 0) -> Cost:
     """bias: tensors in front of the two matrices."""
     first, second = operation.inputs[bias : bias + 2]
@@ -263,6 +272,7 @@ OPERATORS = {
     **dict.fromkeys(("addmv", "addmv_"), _of_one_type(_VECTOR, _addmv)),
     **dict.fromkeys(("dot", "vdot"), _of_one_type(_VECTOR, partial(with_workspace, kernel="dot"))),
     **dict.fromkeys(("ger", "addr"), Row(_VECTOR)),
+    **dict.fromkeys(_DRIVERS, Row(READS_AND_WRITES, with_driver)),
     **dict.fromkeys(("linalg_solve_triangular", "triangular_solve"), Row(READS_AND_WRITES, with_workspace)),
 }
 

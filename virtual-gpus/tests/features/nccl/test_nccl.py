@@ -153,6 +153,9 @@ def test_collectives_of_nccl():
 def test_a_mesh_makes_the_group_and_takes_the_gpu_of_local_rank(options, monkeypatch):
     """As torchrun starts a program: nobody else names a GPU or makes a group. Then what NCCL refuses."""
     refusals = {
+        "Last error:\nReduce : invalid root 5 .root should be in the 0": lambda: dist.reduce(ones(2), dst=5),
+        "Send : invalid root 3": lambda: dist.group.WORLD.send([ones(2)], 3, 0),
+        "output tensor must have the same type": lambda: dist.all_gather_into_tensor(ones(2).half(), ones(2)),
         "No backend type associated with device type .pu": lambda: DistributedDataParallel(torch.nn.Linear(2, 2)),
         "type associated with device type cpu": lambda: all_reduce(torch.ones(2), "sum", dist.group.WORLD),
         "backend type associated with device type cpu": lambda: dist.all_reduce(torch.ones(2)),

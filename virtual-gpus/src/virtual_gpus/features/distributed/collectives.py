@@ -163,17 +163,13 @@ def _copy(parts: Sequence[torch.Tensor], gpu: VirtualGPU, lane: Lane, after: flo
 
 
 def _refuse_shared_gpus(members: Sequence[tuple[int, int]]) -> None:
-    """NCCL wants a GPU for each rank (`ncclCommInitRank`'s error, as NCCLUtils.cpp in PyTorch words it)."""
+    """NCCL wants a GPU for each rank (`ncclCommInitRank`)."""
     for rank, member in enumerate(members):
         other = members.index(member)
         if other < rank:
-            version = ".".join(map(str, torch.cuda.nccl.version()))
-            raise torch.distributed.DistBackendError(
-                "NCCL error in: torch/csrc/distributed/c10d/NCCLUtils.cpp, invalid usage (run with NCCL_DEBUG=WARN for "
-                f"details), NCCL version {version}\n"
-                "ncclInvalidUsage: This usually reflects invalid usage of NCCL library.\nLast error:\n"
-                f"Duplicate GPU detected : rank {rank} and rank {other} both on CUDA device {member[1] + 1:x}000"
-            )
+            meaning = "This usually reflects invalid usage of NCCL library."
+            last = f"Duplicate GPU detected : rank {rank} and rank {other} both on CUDA device {member[1] + 1:x}000"
+            raise groups.nccl_error("NCCLUtils.cpp", "usage", meaning, last)
 
 
 def _gathered(group: torch.distributed.ProcessGroup, what: str, mine: torch.Tensor) -> list[torch.Tensor]:

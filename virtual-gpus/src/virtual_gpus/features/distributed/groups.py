@@ -47,6 +47,15 @@ def require_backend(group: object, kind: str) -> None:
         raise RuntimeError(f"No backend type associated with device type {kind}")
 
 
+def nccl_error(file: str, kind: str, meaning: str, last: str) -> Exception:
+    """NCCL's error in PyTorch's words (NCCLUtils.cpp). kind: "usage" or "argument", what is invalid. last: its own."""
+    return torch.distributed.DistBackendError(
+        f"NCCL error in: torch/csrc/distributed/c10d/{file}, invalid {kind} (run with NCCL_DEBUG=WARN for details), "
+        f"NCCL version {'.'.join(map(str, torch.cuda.nccl.version()))}\n"
+        f"ncclInvalid{kind.capitalize()}: {meaning}\nLast error:\n{last}"
+    )
+
+
 def gloo_group(group: torch.distributed.ProcessGroup) -> torch.distributed.ProcessGroup:
     """The group that gloo has for a group's GPU tensors.
 

@@ -20,7 +20,7 @@ from virtual_gpus import errors
 from virtual_gpus.entrance import entrance
 from virtual_gpus.errors import scalar_type
 from virtual_gpus.features.distributed.arrivals import await_work, give_to_future, remember
-from virtual_gpus.features.distributed.groups import is_nccl, require_backend, state_of
+from virtual_gpus.features.distributed.groups import is_nccl, nccl_error, require_backend, state_of
 from virtual_gpus.features.distributed.one_rank import reducing, runs_alone
 from virtual_gpus.features.nccl.traffic import MESSAGES, TRAFFIC, kind_of
 from virtual_gpus.machine import active, get_machine
@@ -33,6 +33,8 @@ _FLOAT8 = {torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.
 _MOVED = _FLOAT8 | {torch.int8, torch.uint8, torch.int32, torch.int64, torch.bool, torch.float16, torch.bfloat16,
                     torch.float32, torch.float64, torch.complex64, torch.complex128}  # fmt: skip
 _messages: weakref.WeakSet[Any] = weakref.WeakSet()  # works of messages: gloo may wait for one of them once only
+_WRONG_TYPE = ("output tensor must have the same type as input tensor",
+               "input tensor must be the same type as the output tensor.")  # fmt: skip
 _WRONG_SIZE = ("output tensor size must be equal to world_size times input tensor size",
                "input tensor must be the same size as output size times world size")  # fmt: skip
 
@@ -57,6 +59,10 @@ def _check(call: "_Method", op: Any, tensors: Sequence[torch.Tensor]) -> None:
             raise RuntimeError("Float8 dtypes are not currenlty supported for NCCL reductions")
     if name == "alltoall" and len({gpu_of(tensor) for tensor in tensors}) > 1:
         raise ValueError("Tensors must be on the same device")
+    roots = [value.rootRank for value in (*call.args, *call.rest.values()) if hasattr(value, "rootRank")]
+    for root in [call.args[1]] if name in MESSAGES else roots:
+        if not 0 <= root < call.group.size():
+            raise _no_such_root(kind, root, call.group.size())
     if name in MESSAGES and call.args[1] == call.group.rank():
         raise errors.not_modelled("a message of a rank to itself", "Copy the tensor.")
     for refused in ("BAND", "BOR", "BXOR") if op is not None else ():
@@ -64,6 +70,14 @@ def _check(call: "_Method", op: Any, tensors: Sequence[torch.Tensor]) -> None:
             raise ValueError(f"Cannot use ReduceOp.{refused} with NCCL")
     if op is not None and op == torch.distributed.ReduceOp.AVG and tensors[0].dtype == torch.bool:
         raise TypeError("Cannot use ReduceOp.AVG with boolean inputs")
+
+
+def _no_such_root(kind: str, root: int, ranks: int) -> Exception:
+    """`assertRootRank` of Utils.hpp, and `ArgsCheck` of NCCL's argcheck.cc."""
+    if TRAFFIC[kind].at_root:
+        return ValueError(f"ProcessGroupNCCL::{kind}: invalid root rank: {root}")
+    last = f"{kind.capitalize()} : invalid root {root} (root should be in the 0..{ranks} range)"
+    return nccl_error("ProcessGroupNCCL.cpp", "argument", "Invalid value for an argument.", last)
 
 
 def _sends_objects() -> bool:
@@ -100,6 +114,8 @@ def _list_like(tensors: Any, other: Any) -> Any:
 def _one_for_all(group: Any, whole: torch.Tensor, part: torch.Tensor, side: int) -> tuple[torch.Tensor, torch.Tensor]:
     """All ranks' parts and this rank's, in shapes for gloo. side: 0 if gathered in `whole`, 1 if scattered from it."""
     ranks = group.size()
+    if whole.dtype != part.dtype:
+        raise TypeError(_WRONG_TYPE[side])
     if whole.numel() != ranks * part.numel():
         raise ValueError(_WRONG_SIZE[side])
     if part.dim() and whole.shape == (ranks * part.shape[0], *part.shape[1:]):

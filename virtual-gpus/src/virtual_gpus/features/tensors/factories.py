@@ -40,7 +40,7 @@ OPERATORS = {
     "set_": Row(FREE, crosses=True),
 }
 # Functions in C++ that may make a result without an operator on their input: of no elements, or of an empty matrix.
-_MAKES_FOR_ITSELF = ((torch._C._nn, "unflatten_dense_tensors"), (torch.linalg, "matrix_rank"))
+_FOR_ITSELF = ((torch._C._nn, "unflatten_dense_tensors"), (torch.linalg, "matrix_rank"), (torch.linalg, "cond"))
 
 
 def _maker(name: str) -> Make:
@@ -136,7 +136,7 @@ def forget() -> None:
 def patches() -> list[Patch]:
     rows: list[Patch] = [(torch.Tensor, f.__name__, f) for f in (new_tensor, new)]
     rows += [(torch, name, _maker(name)) for name in _raw_make]
-    rows += [(owner, name, _beside_input(getattr(owner, name))) for owner, name in _MAKES_FOR_ITSELF]
+    rows += [(owner, name, _beside_input(getattr(owner, name))) for owner, name in _FOR_ITSELF]
     return rows + [(torch, name, _joining(function)) for name, function in _factories()]
 
 
