@@ -36,7 +36,7 @@ def test_what_needs_values_says_so_and_cpu_tensors_keep_theirs(tmp_path):
         assert torch.isnan(torch.zeros(3).copy_(x)).all()
         reads = [lambda: n.sum().item(), lambda: bool((x > 0).any()), n.cpu, x.tolist, x.nonzero, lambda: x[x > 0],
                  lambda: torch.equal(x, x), lambda: torch.zeros(3, dtype=torch.long).copy_(n),
-                 lambda: torch.save(x, tmp_path / "new.pt")]  # fmt: skip
+                 lambda: torch.save(x, tmp_path / "new.pt"), lambda: torch.tensor([x[0], x[1]])]  # fmt: skip
         for read in reads:
             with pytest.raises(RuntimeError, match="shapes_only=True, virtual GPUs keep no values"):
                 read()

@@ -322,11 +322,17 @@ class OpCall:
         return result
 
     def _call_meta_kernel(self) -> Any:
-        """What PyTorch answers without values. Mixed types are tried on the CPU first, with a few numbers of each."""
-        if self.op.row.refuses_mixtures and len({tensor.dtype for tensor in self.tensors}) > 1:
+        """What PyTorch answers without values. The CPU refuses more types, so it is asked first, of a few numbers."""
+        op = self.op
+        mixed = op.row.refuses_mixtures and len({tensor.dtype for tensor in self.tensors}) > 1
+        if mixed or (op.in_place and torch.Tag.pointwise in op.tags):
             given = self.args, self.kwargs
             self.args, self.kwargs = tree_map_only(_Tensor, _few_zeros, given)
-            self._call_kernel()
+            try:
+                self._call_kernel()
+            except RuntimeError as error:
+                if mixed or "can't be cast" in str(error):  # sizes are not the right ones
+                    raise
             self.args, self.kwargs = given
         return self._call_kernel()
 

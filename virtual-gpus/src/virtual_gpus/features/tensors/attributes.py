@@ -129,7 +129,8 @@ def _make_wrapper_subclass(*args: Any, **kwargs: Any) -> torch.Tensor:
     device, machine = kwargs.get("device"), active()
     if device is None or machine is None or (device := torch.device(named(device))).type != "cuda":
         return _raw_make_wrapper(*args, **kwargs)
-    wrapper = _raw_make_wrapper(*args, **{**kwargs, "device": machine.tensor_device})
+    kwargs["device"] = machine.tensor_device
+    wrapper = _raw_make_wrapper(*args, **kwargs)
     return wrapper if is_wrapper(type(wrapper)) else put(wrapper, StorageAllocation(find_gpu(machine, device), 0))
 
 

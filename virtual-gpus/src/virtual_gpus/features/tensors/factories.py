@@ -10,7 +10,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 from torch.types import Device
 from torch.utils._device import _device_constructors
 
-from virtual_gpus import figures
+from virtual_gpus import errors, figures
 from virtual_gpus.clock.cost import FREE, bytes_of, moves
 from virtual_gpus.dispatch.copies import move
 from virtual_gpus.dispatch.mode import enter_thread
@@ -176,7 +176,12 @@ class _Factory:
         asked = (args[:1] or (kwargs.get("input"),)) if self._is_like else ()
         if torch._C._is_torch_function_mode_enabled() or (asked and has_torch_function(asked)):
             return handle_torch_function(self, asked, *args, **kwargs)
-        return self._factory(*args, **kwargs)
+        try:
+            return self._factory(*args, **kwargs)
+        except RuntimeError as error:
+            if "item() cannot be called on meta tensors" in str(error):  # in C++, below every mode
+                raise errors.needs_values(f"torch.{self._make.__name__} of tensors") from None
+            raise
 
     def __eq__(self, other: object) -> bool:
         return self is other or self._make == other
