@@ -95,7 +95,6 @@ class VirtualMachine:
         self.clock = Clock(settings.count)
         self.charger: Charger[VirtualGPU] | None = None  # a feature's that charges some operators itself
         self.follower: Follower[VirtualGPU] = NO_FOLLOWER  # a feature's that follows all work
-        # Of a pass with these outputs and their gradients.
         self.around_backward: Callable[[Any, Any], AbstractContextManager[object]] = lambda *_: nullcontext()
         self._last_seen = -1, 0.0  # operators issued when the load was last asked for, and when that was new
         self.said_that_it_is_off = False  # see `errors.warn_of_gpu_that_is_off`

@@ -323,9 +323,8 @@ class OpCall:
 
     def _call_meta_kernel(self) -> Any:
         """What PyTorch answers without values. The CPU refuses more types, so it is asked first, of a few numbers."""
-        op = self.op
-        mixed = op.row.refuses_mixtures and len({tensor.dtype for tensor in self.tensors}) > 1
-        if mixed or (op.in_place and torch.Tag.pointwise in op.tags):
+        mixed = self.op.row.refuses_mixtures and len({tensor.dtype for tensor in self.tensors}) > 1
+        if mixed or (self.op.in_place and torch.Tag.pointwise in self.op.tags):
             given = self.args, self.kwargs
             self.args, self.kwargs = tree_map_only(_Tensor, _few_zeros, given)
             try:

@@ -122,10 +122,8 @@ def set_(self: torch.Tensor, source: Any = None, *args: Any, **kwargs: Any) -> t
 
 
 def _make_wrapper_subclass(*args: Any, **kwargs: Any) -> torch.Tensor:
-    """A tensor around others: C++ must not hear of a GPU that it does not know.
-
-    `device` asks the tensors inside. Of a class that does not name them, it is the GPU that was given.
-    """
+    """A tensor around others, since C++ must not hear of a GPU that it does not know. `device` asks the tensors inside.
+    Of a class that does not name them, it is the GPU that was given."""
     device, machine = kwargs.get("device"), active()
     if device is None or machine is None or (device := torch.device(named(device))).type != "cuda":
         return _raw_make_wrapper(*args, **kwargs)
