@@ -172,18 +172,21 @@ def squared(x: torch.Tensor) -> torch.Tensor:
     return torch.mm(x, x, out_dtype=torch.float32) + 1
 
 
-def test_an_operator_in_python_takes_the_memory_and_time_of_what_it_calls(gpu):
+on_cuda = torch.library.custom_op("of_these_tests::on_cuda", squared._init_fn, mutates_args=(), device_types="cuda")
+LIBRARY = torch.library.Library("in_a_library", "DEF")
+for schema in ("squared(Tensor x) -> Tensor", "in_cpp(Tensor x) -> Tensor"):
+    LIBRARY.define(schema)
+LIBRARY.impl("squared", squared._init_fn, "CUDA")
+
+
+@pytest.mark.parametrize("function", [squared, on_cuda, torch.ops.in_a_library.squared])
+def test_an_operator_in_python_takes_the_memory_and_time_of_what_it_calls(gpu, function):
     with record_timeline() as timeline:
-        y = squared(torch.ones(64, 64, device="cuda", dtype=torch.bfloat16))
+        y = function(torch.ones(64, 64, device="cuda", dtype=torch.bfloat16))
         assert torch.cuda.max_memory_allocated() > 32 << 20 and (not has_values(y) or y.unique().item() == 65)  # cuBLAS
     assert [span.name for span in timeline.spans][:3] == ["ones", "mm", "add"] and y.dtype == torch.float32
 
 
-@torch.library.custom_op("of_these_tests::doubled", mutates_args=(), device_types="cuda")
-def doubled(x: torch.Tensor) -> torch.Tensor:
-    return x + x
-
-
 def test_a_librarys_operator_for_cuda_alone_is_refused_by_its_name():
-    with virtual_gpus(1), pytest.raises(NotModelled, match="of_these_tests::doubled, which exists only for CUDA"):
-        doubled(torch.ones(2, device="cuda"))
+    with virtual_gpus(1), pytest.raises(NotModelled, match="in_a_library::in_cpp, which exists only for CUDA"):
+        torch.ops.in_a_library.in_cpp(torch.ones(2, device="cuda"))

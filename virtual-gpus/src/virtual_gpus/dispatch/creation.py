@@ -53,7 +53,7 @@ def _target(call: OpCall, machine: VirtualMachine) -> Any:
 
 
 def _create_on_host(call: OpCall, source: VirtualGPU | None) -> Any:
-    """A CPU tensor, noted down if C++ made it for itself."""
+    """A CPU tensor, noted down if C++ made it for itself, and not of a tensor of the program."""
     if call.op.has_generator:
         asked_generator(call, "cpu")
     kwargs = call.kwargs
@@ -61,8 +61,8 @@ def _create_on_host(call: OpCall, source: VirtualGPU | None) -> Any:
     result = call.kernel(*call.args, **({**kwargs, "pin_memory": False} if pinned else kwargs))
     if pinned:
         pin(result)
-    elif source is None and isinstance(result, torch.Tensor) and not _is_from_python(call):
-        record_creation_site(result, call.site)
+    elif source is None and not _is_from_python(call):
+        record_creation_site(result, call.tensors, call.site)
     return result
 
 

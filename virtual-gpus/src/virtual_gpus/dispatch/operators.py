@@ -6,10 +6,10 @@ need no row: their inputs must share a GPU and their outputs stay there. `OpCall
 
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
-from torch._library.custom_ops import OPDEFS
 from torch.utils._pytree import tree_map_only
 
 from virtual_gpus import errors
@@ -23,10 +23,8 @@ from virtual_gpus.placement.random_numbers import count_draws, default_generator
 from virtual_gpus.placement.storages import UNRECORDED, Record, follow_size, gpu_of, place_all, put, scratch, tensors_in
 from virtual_gpus.threads import this_thread
 
-# The key of each device that a custom operator can have a function for. Its function for None serves all others.
-_KEYS = {"cuda": torch._C.DispatchKey.CUDA, "cpu": torch._C.DispatchKey.CPU,
-         None: torch._C.DispatchKey.CompositeExplicitAutograd}  # fmt: skip
-
+CUDA, CPU = torch._C.DispatchKey.CUDA, torch._C.DispatchKey.CPU
+COMPOSITE = (torch._C.DispatchKey.CompositeExplicitAutograd, torch._C.DispatchKey.CompositeImplicitAutograd)
 _Tensor, _LISTS = torch.Tensor, (list, tuple)
 # C++ chooses these for CPU tensors. CUDA has others, and without the feature that models those, these run.
 _OF_CPU = ("_scaled_dot_product_flash_attention_for_cpu", "mkldnn_rnn_layer", "slow_conv3d_forward")
@@ -134,9 +132,11 @@ class Operator:
     def _read_dispatcher(self, func: _Func) -> None:
         """What computes it by PyTorch's table of kernels: a kernel, one for each tensor of a list, or operators."""
         arguments, name, has = self._schema.arguments, func.name(), torch._C._dispatch_has_kernel_for_dispatch_key
-        on_cpu = self.kernels is None and has(name, "CPU")
-        self.is_composite = self.kernels is not None or (not on_cpu and has(name, "CompositeImplicitAutograd"))
-        self.has_parts = not (on_cpu or self.is_composite) and has(name, "CompositeExplicitAutograd")
+        listed = self.kernels is None and torch._C._dispatch_has_kernel(name)  # TorchScript's prim::layout is not
+        on_cpu = listed and has(name, "CPU")
+        in_parts = listed and not on_cpu and has(name, "CompositeImplicitAutograd")
+        self.is_composite = self.kernels is not None or in_parts
+        self.has_parts = listed and not (on_cpu or in_parts) and has(name, "CompositeExplicitAutograd")
         self.check = self.row.check
         if isinstance(func, torch._ops.OpOverload) and func.namespace == "aten":
             of_cpu = self.base.removesuffix("_backward") in _OF_CPU
@@ -177,17 +177,20 @@ class Operator:
 
 
 def _python_functions(func: _Func) -> dict[Any, Callable[..., Any]] | None:
-    """By dispatch key, those of an operator of higher order or a `torch.library.custom_op` for all devices, if any."""
+    """By dispatch key, those of an operator of higher order, or of `torch.library` for CUDA or all devices, if any."""
     if isinstance(func, torch._ops.HigherOrderOperator):
         return func.py_kernels
-    made = None if func.namespace == "prims" else OPDEFS.get(func._schema.name)  # PyTorch's own are made so too
-    of = {} if made is None else made._backend_fns
-    return {key: of[device] for device, key in _KEYS.items() if device in of} if None in of else None
+    if func.namespace in ("aten", "prims"):  # PyTorch's own, in Python too, have one form on all devices
+        return None
+    name, keys = func.name().replace("::", "/"), (CUDA, CPU, *COMPOSITE)
+    in_python = [key for key in keys if f"{name}/{key.name}" in torch.library._impls]
+    found: dict[Any, Any] = {key: partial(func._op_dk, key) for key in in_python}
+    return found if found.keys() - {CPU} else None
 
 
 def _refuse(call: "OpCall") -> None:
     """Raise PyTorch's own error for an operator that it has no kernel of for CUDA."""
-    call.func.redispatch(torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA), *call.args, **call.kwargs)
+    call.func.redispatch(torch._C.DispatchKeySet(CUDA), *call.args, **call.kwargs)
 
 
 def operator(func: torch._ops.OpOverload) -> Operator:

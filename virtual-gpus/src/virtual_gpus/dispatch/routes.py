@@ -12,17 +12,15 @@ from virtual_gpus import errors
 from virtual_gpus.dispatch import creation, valueless
 from virtual_gpus.dispatch.copies import charge_copy
 from virtual_gpus.dispatch.mixed_devices import resolve_common_device
-from virtual_gpus.dispatch.operators import OpCall, Route, asked_generator
+from virtual_gpus.dispatch.operators import COMPOSITE, CPU, CUDA, OpCall, Route, asked_generator
 from virtual_gpus.dispatch.timing import charge_op, charge_read
 from virtual_gpus.entrance import calling_frame
-from virtual_gpus.placement.creation_sites import forget_creation_site, may_be_adopted, record_creation_site
-from virtual_gpus.placement.storages import former_gpu_of, gpu_of, has_values, place, storages
-from virtual_gpus.threads import seen, this_thread
+from virtual_gpus.placement.creation_sites import may_be_adopted, record_creation_site
+from virtual_gpus.placement.storages import former_gpu_of, gpu_of, has_values, place
+from virtual_gpus.threads import seen
 
 _has_storage = torch._C._has_storage
-_CUDA, _CPU = torch._C.DispatchKey.CUDA, torch._C.DispatchKey.CPU
 _SIZED = {torch.Tag.dynamic_output_shape}  # whose result's size hangs on values
-_COMPOSITE = (torch._C.DispatchKey.CompositeExplicitAutograd, torch._C.DispatchKey.CompositeImplicitAutograd)
 
 
 def ordinary(call: OpCall) -> Any:
@@ -43,7 +41,7 @@ def particular(call: OpCall) -> Any:
         op.check(call)
     if not call.on_one_gpu and not resolve_common_device(call):
         with seen():
-            return call.func._op_dk(_COMPOSITE[0], *call.args, **call.kwargs)
+            return call.func._op_dk(COMPOSITE[0], *call.args, **call.kwargs)
     reads = op.needs_values and not op.row.size_is_known(call)
     if reads and call.gpu.machine.shapes_only and not (_SIZED & op.tags and valueless.truth.value):
         charge_read(call)
@@ -84,23 +82,19 @@ def on_host(call: OpCall) -> Any:
     if call.op.needs_values and call.tensors[0].is_meta:  # of C++, which found no GPU to be on
         raise errors.needs_values(call.op.base)
     result = call.kernel(*call.args, **call.kwargs)
-    if isinstance(result, torch.Tensor):
-        site, sized = call.site, [tensor for tensor in call.tensors if tensor.dim()] or call.tensors
-        sites = {storage._record.creation_site for tensor in sized for storage in storages(tensor)}
-        if None in sites and not call.op.row.crosses:
-            forget_creation_site(result)  # of a helper into which a tensor of the program went, so it was on the CPU
-        elif None not in sites and (site in sites or (sites and this_thread.in_backward)):
-            record_creation_site(result, site)
+    record_creation_site(result, call.tensors, call.site)
     return result
 
 
 def composite(call: OpCall) -> Any:
     """Take an operator apart that is composite or of higher order, as inference mode does not: its parts use memory."""
+    kernels = call.op.kernels
+    keys = (CPU, *COMPOSITE) if call.gpu is None else (CUDA, CPU, *COMPOSITE)
+    kernel = call.func.decompose if kernels is None else next((kernels[key] for key in keys if key in kernels), None)
+    if kernel is None:  # in Python for CUDA alone
+        return on_host(call)
     with seen():
-        if call.op.kernels is not None:
-            keys = (_CPU, *_COMPOSITE) if call.gpu is None else (_CUDA, _CPU, *_COMPOSITE)
-            return next(call.op.kernels[key] for key in keys if key in call.op.kernels)(*call.args, **call.kwargs)
-        return call.func.decompose(*call.args, **call.kwargs)
+        return kernel(*call.args, **call.kwargs)
 
 
 # By `Operator.kind`.

@@ -1,6 +1,6 @@
 """torch.accelerator: the device-agnostic names. They ask C++, which knows no virtual GPU; torch.cuda answers."""
 
-import functools
+from collections.abc import Callable
 from types import ModuleType
 
 import torch
@@ -10,9 +10,8 @@ from virtual_gpus.features.cuda import devices as cuda
 from virtual_gpus.features.cuda import memory_figures
 from virtual_gpus.features.streams import streams
 from virtual_gpus.machine import get_machine
-from virtual_gpus.patches.table import Patch, in_package
+from virtual_gpus.patches.table import Patch, around, in_package
 
-_raw_get_device_module = torch.get_device_module
 _SAME = (cuda.synchronize, streams.current_stream, streams.set_stream, memory_figures.empty_cache,
          memory_figures.reset_peak_memory_stats, memory_figures.reset_accumulated_memory_stats)  # fmt: skip
 
@@ -32,10 +31,9 @@ def _get_accelerator(check: bool | None = None) -> torch.device:
     return torch.device("cuda" if get_machine().gpus or not check else "cpu")
 
 
-@functools.wraps(_raw_get_device_module)
-def get_device_module(device: torch.device | str | None = None) -> ModuleType:
+def get_device_module(function: Callable[..., ModuleType], device: torch.device | str | None = None) -> ModuleType:
     """torch.cuda, unless another device is named."""
-    return torch.cuda if device is None else _raw_get_device_module(device)
+    return torch.cuda if device is None else function(device)
 
 
 def patches() -> list[Patch]:
@@ -46,4 +44,5 @@ def patches() -> list[Patch]:
                       empty_host_cache=lambda: None)  # pinned memory is not kept  # fmt: skip
     rows += [(torch._C, "_accelerator_exchangeDevice", cuda._exchange_device),  # `with device_index(1):`
              (torch._C, "_accelerator_maybeExchangeDevice", cuda._maybe_exchange_device)]  # fmt: skip
-    return rows + [(torch, "get_device_module", get_device_module), (torch._C, "_get_accelerator", _get_accelerator)]
+    rows.append((torch, "get_device_module", around(torch.get_device_module, get_device_module)))
+    return [*rows, (torch._C, "_get_accelerator", _get_accelerator)]

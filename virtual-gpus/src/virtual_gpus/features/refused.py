@@ -10,7 +10,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from virtual_gpus import errors, figures
-from virtual_gpus.patches.table import Patch
+from virtual_gpus.patches.table import Patch, around
 
 _LISTS: dict[str, dict[str, str]] = figures.beside(__file__)
 _INSTEAD = {name: sentence for sentence, names in _LISTS["instead"].items() for name in names.split()}
@@ -27,20 +27,15 @@ def _refuse(owner: object, name: str, path: str) -> Patch:
     return owner, name, functools.update_wrapper(refused, original)
 
 
-def _on_cpu_only(error: Callable[[], Exception], original: Callable[..., Any]) -> Callable[..., Any]:
+def _on_cpu_only(error: Callable[[], Exception], original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """`original`, which refuses tensors and modules on a GPU, and a `device` that is one."""
-
-    @functools.wraps(original)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        tensors, device = tree_leaves((args, kwargs)), kwargs.get("device")
-        modules = [leaf for leaf in tensors if isinstance(leaf, torch.nn.Module)]
-        tensors += [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
-        on_gpu = any(isinstance(tensor, torch.Tensor) and tensor.is_cuda for tensor in tensors)
-        if on_gpu or (device is not None and torch.device(device).type == "cuda"):
-            raise error()
-        return original(*args, **kwargs)
-
-    return call
+    tensors, device = tree_leaves((args, kwargs)), kwargs.get("device")
+    modules = [leaf for leaf in tensors if isinstance(leaf, torch.nn.Module)]
+    tensors += [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
+    on_gpu = any(isinstance(tensor, torch.Tensor) and tensor.is_cuda for tensor in tensors)
+    if on_gpu or (device is not None and torch.device(device).type == "cuda"):
+        raise error()
+    return original(*args, **kwargs)
 
 
 def patches() -> list[Patch]:
@@ -61,5 +56,5 @@ def patches() -> list[Patch]:
     only = [(resolve_name(owner), name, functools.partial(errors.not_modelled, what)) for owner, name, what in paths]
     only += [(torch.Tensor, name, functools.partial(TypeError, f"{name} is only implemented on CPU tensors"))
              for name in ("apply_", "map_")]  # a real GPU refuses them too  # fmt: skip
-    return rows + [(owner, name, _on_cpu_only(error, getattr(owner, name))) for owner, name, error in only
-                   if hasattr(owner, name)]  # fmt: skip
+    return rows + [(owner, name, around(getattr(owner, name), functools.partial(_on_cpu_only, error)))
+                   for owner, name, error in only if hasattr(owner, name)]  # fmt: skip

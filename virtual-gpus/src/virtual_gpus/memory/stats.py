@@ -67,10 +67,8 @@ def _figures(tally: Tally) -> Iterable[tuple[int, int, int]]:
 
 def _entry(small: tuple[int, int, int], large: tuple[int, int, int], peak: int) -> dict[str, dict[str, int]]:
     """One metric of both pools, out of `_figures`. They need not have had their peaks at the same time."""
-    now, small_peak, up = small
-    first = {"current": now, "peak": small_peak, "allocated": up, "freed": up - now}
-    now, large_peak, up = large
-    second = {"current": now, "peak": large_peak, "allocated": up, "freed": up - now}
+    first, second = ({"current": now, "peak": own_peak, "allocated": up, "freed": up - now}
+                     for now, own_peak, up in (small, large))  # fmt: skip
     total = {key: first[key] + second[key] for key in first} | {"peak": peak}
     return {"all": total, "small_pool": first, "large_pool": second}
 

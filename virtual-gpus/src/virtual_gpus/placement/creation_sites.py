@@ -7,6 +7,7 @@ that runs when they meet a tensor on a GPU. They are then *adopted*: given a blo
 """
 
 import threading
+from collections.abc import Sequence
 
 import torch
 
@@ -26,12 +27,20 @@ def calling_site() -> Site:
     return id(frame), frame.f_lasti
 
 
-def record_creation_site(tensor: torch.Tensor, site: Site) -> None:
-    """Note where C++ made this tensor; the zeros of a backward pass may be needed long after it."""
-    site = ANY_TIME if this_thread.in_backward else site
-    for storage in storages(tensor):
+def record_creation_site(result: object, inputs: Sequence[torch.Tensor], site: Site) -> None:
+    """Note that C++ made `result` for itself, unless one of `inputs` is the program's. Numbers (0-dim) do not count."""
+    if not isinstance(result, torch.Tensor):
+        return
+    if inputs:
+        sized = [tensor for tensor in inputs if tensor.dim()] or inputs
+        sites = {storage._record.creation_site for tensor in sized for storage in storages(tensor)}
+        if None in sites:
+            forget_creation_site(result)
+        if None in sites or not (site in sites or (sites and this_thread.in_backward)):
+            return
+    for storage in storages(result):
         if storage._record.gpu is None:
-            storage._record = HostStorage(site, storage._record.pinned)
+            storage._record = HostStorage(ANY_TIME if this_thread.in_backward else site, storage._record.pinned)
 
 
 def forget_creation_site(tensor: torch.Tensor) -> None:

@@ -16,10 +16,9 @@ import torch
 
 from virtual_gpus.features.compile.fusion import fused
 from virtual_gpus.machine import active
-from virtual_gpus.patches.table import Patch
+from virtual_gpus.patches.table import Patch, around
+from virtual_gpus.threads import this_thread
 
-_raw_compile = torch.compile
-_raw_set_stance = torch.compiler.set_stance
 _stance_before: list[Any] = []  # the stance that the program had, while "force_eager" is in force
 
 
@@ -40,20 +39,18 @@ def forget() -> None:
         _stance_before.clear()
 
 
-@functools.wraps(_raw_set_stance)
-def set_stance(*args: Any, **kwargs: Any) -> Any:
+def set_stance(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """The arguments are checked, and all stays eager, also after a `with` block of this stance."""
     run_eagerly()
-    stance: Any = _raw_set_stance(*args, **kwargs)
+    stance: Any = function(*args, **kwargs)
     stance.stance = stance.prev
     stance.__enter__()
     return stance
 
 
-@functools.wraps(_raw_compile)
-def compile(*args: Any, **kwargs: Any) -> Any:
+def compile(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """As PyTorch. Says once that nothing is compiled, where something would have been."""
-    compiled = _raw_compile(*args, **kwargs)
+    compiled = function(*args, **kwargs)
     run_eagerly()
     backend = kwargs.get("backend", "inductor")
     is_pytorch_s = getattr(backend, "__module__", "").startswith("torch.")  # flex_attention compiles for itself
@@ -62,23 +59,18 @@ def compile(*args: Any, **kwargs: Any) -> Any:
         machine = active()
         if machine is not None and machine.settings.compile == "modelled":
             if isinstance(compiled, torch.nn.Module):
-                compiled.forward = _fused(compiled.forward)
+                compiled.forward = around(compiled.forward, _fused)
             elif args or "model" in kwargs:  # no decorator, which calls this function
-                compiled = _fused(compiled)
+                compiled = around(compiled, _fused)
     return compiled
 
 
-def _fused(function: Callable[..., Any]) -> Callable[..., Any]:
+def _fused(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """`function`, whose operators are fused while GPUs with `compile="modelled"` are on."""
-
-    @functools.wraps(function)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        machine = active()
-        if machine is None or machine.settings.compile != "modelled":
-            return function(*args, **kwargs)
-        return fused(function, machine)(*args, **kwargs)
-
-    return run
+    machine = active()
+    if machine is None or machine.settings.compile != "modelled":
+        return function(*args, **kwargs)
+    return fused(function, machine)(*args, **kwargs)
 
 
 @functools.cache
@@ -88,5 +80,15 @@ def _say_once() -> None:
         print("virtual GPUs: torch.compile compiles nothing for a GPU; the program runs as it is", flush=True)
 
 
+def _mode_of_program(function: Callable[..., Any]) -> object:
+    """None for this package's own, since some operators of higher order refuse to run under any mode."""
+    mode = function()
+    return None if mode is this_thread.mode else mode
+
+
 def patches() -> list[Patch]:
-    return [(torch, "compile", compile), (torch.compiler, "set_stance", set_stance)]
+    name = "_get_current_dispatch_mode"
+    users = (sys.modules.get(f"torch._higher_order_ops.{user}") for user in ("cond", "scan", "strict_mode", "switch"))
+    rows = [(user, name, around(vars(user)[name], _mode_of_program)) for user in users if hasattr(user, name)]
+    rows.append((torch.compiler, "set_stance", around(torch.compiler.set_stance, set_stance)))
+    return [*rows, (torch, "compile", around(torch.compile, compile))]

@@ -16,7 +16,7 @@ from virtual_gpus.features.blas import leave_handle, stands_in_for
 from virtual_gpus.features.nccl.traffic import collective_seconds, links_of_group, occupy
 from virtual_gpus.machine import VirtualGPU, get_machine
 from virtual_gpus.patches.table import Patch
-from virtual_gpus.placement.storages import gpu_of, has_values, nbytes
+from virtual_gpus.placement.storages import gpu_of, nbytes
 from virtual_gpus.threads import this_thread
 from virtual_gpus.timeline.peak import OTHER, PARAMETERS
 
@@ -55,8 +55,6 @@ def reduce(
     output = outputs[root] if outputs is not None else inputs[root] if output is None else output
     collective_here([gpu_of(t) for t in inputs], "reduce", nbytes(output))
     get_machine().follower.kernel("reduce", inputs, [output])
-    if not has_values(output):
-        return
     with torch._C._DisableTorchDispatch(), torch.no_grad():
         output.copy_(inputs[root])
         for index, tensor in enumerate(inputs):

@@ -2,7 +2,7 @@
 
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -12,10 +12,10 @@ from torch.autograd.graph import GradientEdge
 
 from virtual_gpus.dispatch.copies import move
 from virtual_gpus.entrance import entrance
-from virtual_gpus.machine import active
-from virtual_gpus.patches.table import Patch
+from virtual_gpus.machine import VirtualGPU, active
+from virtual_gpus.patches.table import Patch, around
 from virtual_gpus.placement.creation_sites import forget_creation_site, was_made_in_cpp
-from virtual_gpus.placement.storages import device_of, gpu_of, place
+from virtual_gpus.placement.storages import device_of, gpu_of, is_wrapper, place
 from virtual_gpus.threads import this_thread
 
 _raw_grad: Any = vars(torch._C.TensorBase)["grad"]  # a descriptor
@@ -63,7 +63,8 @@ def _engine_run_backward(outputs: Sequence[torch.Tensor | GradientEdge], *args: 
     if this_thread.in_kernel:  # a recipe that lets the CPU find gradients
         return _raw_run_backward(outputs, *args, **kwargs)
     gradients = args[0] if args else ()
-    checked = tuple(_checked(number, *pair) for number, pair in enumerate(zip(outputs, gradients, strict=False)))
+    pairs = enumerate(zip(outputs, gradients, strict=False))
+    checked = tuple(g if isinstance(of, GradientEdge) else _checked(i, g, gpu_of(of)) for i, (of, g) in pairs)
     if len(checked) == len(gradients):
         args = (checked, *args[1:])
     outer, machine = this_thread.in_backward, active()
@@ -105,51 +106,69 @@ def _make_oldest() -> None:
     _oldest[:] = leaf, leaf.clone()
 
 
-def _checked(number: int, output: torch.Tensor | GradientEdge, gradient: torch.Tensor | None) -> torch.Tensor | None:
+def _checked(index: int, gradient: object, target: VirtualGPU | None, words: str = "") -> Any:
     """As the engine's validate_outputs (torch/csrc/autograd/engine.cpp): 0-dim gradients move, others are refused."""
-    if not (isinstance(output, torch.Tensor) and isinstance(gradient, torch.Tensor)):
+    if not isinstance(gradient, torch.Tensor) or gpu_of(gradient) is target or is_wrapper(type(gradient)):
         return gradient
-    target = gpu_of(output)
-    if gpu_of(gradient) is target:
-        return gradient
+    if target is not None and was_made_in_cpp(gradient):
+        return place(gradient, target)
     if gradient.dim() == 0:
         return move(gradient, target)
+    expected = "cpu" if target is None else f"cuda:{target.index}"
     raise RuntimeError(
-        f"invalid gradient at index {number} - expected device {device_of(output)} but got {device_of(gradient)}"
+        f"{words}invalid gradient at index {index} - expected device {expected} but got {device_of(gradient)}"
     )
 
 
 @entrance
-def _apply(self: BackwardCFunction, *gradients: torch.Tensor | None) -> Any:
+def _apply(self: Any, *gradients: torch.Tensor | None) -> Any:
     """The backward pass of a Python function, for which the GPU of its results is the current one.
 
     Results that were not used have gradients of zeros, which the engine makes in C++: they belong on the result's GPU.
+    The gradients that it returns must be where the inputs were. The engine numbers them among the tensors.
     """
     where = [gpu if gpu is not None and gpu.machine is active() else None for gpu in getattr(self, "_virtual_gpus", ())]
     for gradient, gpu in zip(gradients, where, strict=False):
         if gpu is not None and gradient is not None and was_made_in_cpp(gradient):
             place(gradient, gpu)
     own = next((gpu for gpu in where if gpu is not None), None)
-    if own is None:
-        return _raw_apply(self, *gradients)
-    machine = own.machine
-    outer, machine.current = machine.current, own.index  # the engine has a thread per GPU
-    try:
-        return _raw_apply(self, *gradients)
-    finally:
-        machine.index_of_thread.value = outer  # by C alone, which Ctrl-C cannot cut in two
+    with nullcontext() if own is None else torch.cuda.device(own.index):  # the engine has a thread per GPU
+        results = _raw_apply(self, *gradients)
+    if this_thread.in_kernel:
+        return results
+    checked, words = list(results if isinstance(results, tuple) else (results,)), f"Function {self.name()} returned an "
+    for index, (position, gpu) in enumerate(getattr(self, "_inputs", ())):
+        if position < len(checked) and self.next_functions[index][0] is not None:
+            target = gpu if gpu is not None and gpu.machine.on else None
+            checked[position] = _checked(index, checked[position], target, words)
+    return tuple(checked)
 
 
 @entrance
 def _make_node(cls: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
-    """The forward pass of a Python function. Its node notes the GPU of each result, for gradients of zeros."""
+    """The forward pass of a Python function. Its node notes the GPU of each result, for zeros, and of each input."""
     results = _raw_make_node.__get__(None, cls)(*args, **kwargs)
     tensors = results if isinstance(results, tuple) else (results,)
     nodes = (getattr(tensor, "grad_fn", None) for tensor in tensors)
     node: Any = next((node for node in nodes if isinstance(node, BackwardCFunction)), None)
     if node is not None:
         node._virtual_gpus = [gpu_of(tensor) if isinstance(tensor, torch.Tensor) else None for tensor in tensors]
+        node._inputs = [(i, gpu_of(value)) for i, value in enumerate(args) if isinstance(value, torch.Tensor)]
     return results
+
+
+def _register_hook(function: Callable[..., Any], self: torch.Tensor, hook: Callable[..., Any]) -> Any:
+    return function(self, entrance(around(hook, _same_device)))
+
+
+def _same_device(hook: Callable[..., Any], gradient: torch.Tensor) -> Any:
+    """A hook's result is where the gradient is (check_variable_result in torch/csrc/autograd/custom_function.cpp)."""
+    result = hook(gradient)
+    is_checked = isinstance(result, torch.Tensor) and not (was_made_in_cpp(gradient) or was_made_in_cpp(result))
+    if is_checked and gradient.is_cuda != result.is_cuda:
+        name, types = getattr(hook, "__name__", "<unknown>"), f"was {gradient.type()} got {result.type()}"
+        raise RuntimeError(f"hook '{name}' has changed the type of value ({types})")
+    return result
 
 
 _make_node.__name__ = _apply.__name__ = "apply"  # by which programs know it, such as spmd_types' type checker
@@ -160,5 +179,6 @@ def patches() -> list[Patch]:
     name = _engine_run_backward.__name__
     users = (m for m in ("torch.autograd", "torch.autograd.graph") if hasattr(sys.modules[m], name))
     replaced: list[Patch] = [(torch.Tensor, "grad", grad), (BackwardCFunction, "apply", _apply)]
+    replaced += [(torch.Tensor, "register_hook", around(torch.Tensor.register_hook, _register_hook))]
     replaced += [(torch.autograd.Function, "apply", classmethod(_make_node))]
     return replaced + [(sys.modules[m], name, _engine_run_backward) for m in users]

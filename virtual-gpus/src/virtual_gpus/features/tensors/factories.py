@@ -20,7 +20,7 @@ from virtual_gpus.features.tensors.autograd import beside
 from virtual_gpus.features.tensors.device_numbers import named
 from virtual_gpus.features.tensors.transfers import as_device
 from virtual_gpus.machine import VirtualGPU, active, find_gpu
-from virtual_gpus.patches.table import Patch
+from virtual_gpus.patches.table import Patch, around
 from virtual_gpus.placement.storages import gpu_of, pin
 from virtual_gpus.threads import this_thread
 
@@ -109,18 +109,13 @@ def new(self: torch.Tensor, *args: Any, device: Device = None, **kwargs: Any) ->
     return new_tensor(self, *args, device=device)
 
 
-def _beside_input(function: Make) -> Make:
-    """Such a function, whose results belong on the GPU of its first input."""
-
-    @functools.wraps(function)
-    def made_beside(*args: Any, **kwargs: Any) -> Any:
-        results = function(*args, **kwargs)
-        first = next(iter((*args, *kwargs.values())))
-        for result in results if isinstance(results, (list, tuple)) else [results]:
-            beside(result, first)
-        return results
-
-    return made_beside
+def _beside_input(function: Make, *args: Any, **kwargs: Any) -> Any:
+    """The results of such a function belong on the GPU of its first input."""
+    results = function(*args, **kwargs)
+    first = next(iter((*args, *kwargs.values())))
+    for result in results if isinstance(results, (list, tuple)) else [results]:
+        beside(result, first)
+    return results
 
 
 def prepare() -> None:
@@ -136,7 +131,7 @@ def forget() -> None:
 def patches() -> list[Patch]:
     rows: list[Patch] = [(torch.Tensor, f.__name__, f) for f in (new_tensor, new)]
     rows += [(torch, name, _maker(name)) for name in _raw_make]
-    rows += [(owner, name, _beside_input(getattr(owner, name))) for owner, name in _FOR_ITSELF]
+    rows += [(owner, name, around(getattr(owner, name), _beside_input)) for owner, name in _FOR_ITSELF]
     return rows + [(torch, name, _joining(function)) for name, function in _factories()]
 
 

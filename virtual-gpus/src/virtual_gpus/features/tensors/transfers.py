@@ -99,9 +99,7 @@ def pin_memory(self: Tensor, device: Device = None) -> Tensor:
         return _raw["pin_memory"](self, device) if device is not None else _raw["pin_memory"](self)
     if gpu_of(self) is not None:
         raise RuntimeError(f"cannot pin '{self.type()}' only dense CPU tensors can be pinned")
-    if is_pinned(self):
-        return self
-    return pin(self.clone())
+    return self if is_pinned(self) else pin(self.clone())
 
 
 def is_pinned(self: Tensor, device: Device = None) -> bool:

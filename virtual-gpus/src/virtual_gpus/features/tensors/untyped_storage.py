@@ -1,9 +1,9 @@
 """Storages: where they say they are, and how torch.save, torch.load and deepcopy carry them to a GPU."""
 
-import functools
 import io
 import os
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,13 +14,12 @@ from virtual_gpus.dispatch.mode import enter_thread
 from virtual_gpus.entrance import entrance
 from virtual_gpus.features.tensors.device_numbers import named
 from virtual_gpus.machine import VirtualGPU, active, find_gpu
-from virtual_gpus.patches.table import Patch
+from virtual_gpus.patches.table import Patch, around
 from virtual_gpus.placement.storages import UNRECORDED, HostStorage, StorageAllocation, record_of
 from virtual_gpus.threads import this_thread
 
 _base: Any = torch._C.StorageBase  # types know little of it
 _raw_device, _raw_resize, _raw_new = _base.device.__get__, _base.resize_, _base.__new__
-_raw_save = torch.save
 _raw_getitem, _raw_cpu = torch.UntypedStorage.__getitem__, torch.UntypedStorage.cpu
 _raw_clone = torch.UntypedStorage.clone
 _written: set[str] = set()  # files that this process has saved with sizes only
@@ -123,19 +122,18 @@ def resize_(self: torch.UntypedStorage, nbytes: int) -> torch.UntypedStorage:
     return _raw_resize(self, nbytes)
 
 
-@functools.wraps(_raw_save)
-def save(obj: object, f: Any, *args: Any, **kwargs: Any) -> None:
+def save(function: Callable[..., None], obj: object, f: Any, *args: Any, **kwargs: Any) -> None:
     """`torch.save`. With sizes only, it opens a file once all is known to have values. It leaves alone what was there
     before the program: what came from a GPU by `.cpu()` is nan."""
     machine = active()
     if machine is None or not machine.shapes_only:
-        return _raw_save(obj, f, *args, **kwargs)
+        return function(obj, f, *args, **kwargs)
     path = os.path.abspath(f) if isinstance(f, (str, os.PathLike)) else None
     if path is not None and path not in _written and os.path.exists(path):
         warnings.warn(f"With shapes_only=True, torch.save leaves {f} as it is, since values are not kept", stacklevel=2)
         return
     whole = io.BytesIO()
-    _raw_save(obj, whole, *args, **kwargs)
+    function(obj, whole, *args, **kwargs)
     if path is None:
         f.write(whole.getbuffer())
     else:
@@ -148,5 +146,5 @@ def patches() -> list[Patch]:
     """See `features`, and `placement.storages` for `_record`."""
     storage = torch.UntypedStorage
     rows = [(storage, "_record", UNRECORDED), (storage, "device", property(device))]
-    rows += [(module, "save", save) for module in (torch, torch.serialization)]
+    rows += [(module, "save", around(torch.save, save)) for module in (torch, torch.serialization)]
     return rows + [(storage, f.__name__, f) for f in (__new__, new, __getitem__, to, cpu, clone, resize_)]
