@@ -27,12 +27,9 @@ class Numbers:
         self.query, self.key, self.value = query, key, value = parts
         self.bias, self.dropout, self.causal = bias, dropout, causal
         self.scale = 1 / math.sqrt(max(1, query.shape[-1])) if scale is None else scale
-        self.fused = not (
-            dropout
-            or query.shape[-1] != value.shape[-1]
-            or (bias is not None and bias.requires_grad)
-            or not (query.numel() and key.numel())
-        )
+        wants_gradient = bias is not None and bias.requires_grad
+        is_empty = not (query.numel() and key.numel())
+        self.fused = not (dropout or wants_gradient or is_empty or query.shape[-1] != value.shape[-1])
 
     def forward(self, seed: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """The output, and the logarithm of each row's sum (None if the CPU's kernel did not run)."""

@@ -41,6 +41,10 @@ class _StandIn(ModuleType):
         setattr(_real(self.__name__), name, value)
 
 
+def _graph_break(*args: Any, **kwargs: Any) -> None:
+    """Outside of a compiled function this does nothing."""
+
+
 def _disable(fn: Any = None, recursive: bool = True, *args: Any, wrapping: bool = True, **kwargs: Any) -> Any:
     """`torch._compile`, which keeps the answer in `fn.__dynamo_disable`, can call `fn` while Dynamo is not there.
 
@@ -54,13 +58,17 @@ def _disable(fn: Any = None, recursive: bool = True, *args: Any, wrapping: bool 
     return fn
 
 
-# torchvision imports `is_compile_supported` for one operator. The other answers the default (_dynamo/config.py).
-_utils = _StandIn(_UTILS, is_compile_supported=lambda kind: _real(_UTILS).is_compile_supported(kind),
-                  get_optimize_ddp_mode=lambda: "ddp_optimizer")  # fmt: skip
+def _is_compile_supported(device_type: Any) -> bool:
+    """torchvision imports this name for one operator."""
+    return _real(_UTILS).is_compile_supported(device_type)
+
+
+_utils = _StandIn(_UTILS, is_compile_supported=_is_compile_supported,
+                  get_optimize_ddp_mode=lambda: "ddp_optimizer")  # the default (_dynamo/config.py)  # fmt: skip
 _rules = _StandIn(f"{_NAME}.trace_rules", clear_lru_cache=lambda: None)
 _config = _StandIn(f"{_NAME}.config", error_on_nested_fx_trace=True)  # the default, which every checkpoint asks for
-_stand_in = _StandIn(_NAME, disable=_disable, utils=_utils, trace_rules=_rules, config=_config,
-                     graph_break=lambda *_, **__: None,  # nothing, outside of a compiled function
+_stand_in = _StandIn(_NAME, graph_break=_graph_break, disable=_disable, utils=_utils, trace_rules=_rules,
+                     config=_config,
                      __path__=[os.path.join(folder, "_dynamo") for folder in torch.__path__])  # fmt: skip
 
 

@@ -1,7 +1,8 @@
 """torch.cuda's questions about the machine: how many GPUs, which one is current, what they are, their generators."""
 
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch.types import Device
@@ -41,6 +42,11 @@ def _lazy_init() -> None:
     It also stands for torch.cuda.init. C++ calls it when it parses device="cuda".
     """
     gpu_at()
+
+
+def _lazy_call(callable: Callable[[], object], **kwargs: Any) -> None:
+    """Run what PyTorch puts off until CUDA is initialized (seeds): virtual GPUs are ready for it at any time."""
+    callable()
 
 
 def current_device() -> int:
@@ -165,16 +171,12 @@ class DefaultGenerators(Sequence[Generator]):
 
 
 def patches() -> list[Patch]:
-    functions = (is_available, device_count, is_initialized, _lazy_init, current_device, set_device, synchronize,
-                 _exchange_device, _maybe_exchange_device, get_device_properties, can_device_access_peer,
+    functions = (is_available, device_count, is_initialized, _lazy_init, _lazy_call, current_device, set_device,
+                 synchronize, _exchange_device, _maybe_exchange_device, get_device_properties, can_device_access_peer,
                  is_bf16_supported, is_tf32_supported, get_arch_list, _is_in_bad_fork, utilization,
                  device_memory_used)  # fmt: skip
-    renamed = {
-        "init": _lazy_init,
-        "memory_usage": utilization,
-        "_lazy_call": lambda callable, **kwargs: callable(),  # seeds, which PyTorch puts off until CUDA is initialized
-        "ipc_collect": lambda: None,  # what processes share goes back as soon as no process uses it
-    }
+    # Memory that processes share goes back as soon as no process uses it, so `ipc_collect` has nothing to collect.
+    renamed = {"init": _lazy_init, "memory_usage": utilization, "ipc_collect": lambda: None}
     return in_package("torch.cuda", *functions, **renamed) + [
         (torch._C, "_cuda_setDevice", set_device),
         (torch, "Generator", Generator),

@@ -134,9 +134,8 @@ def _gather(tensors: Sequence[torch.Tensor], dim: int, destination: int | None =
 
 def patches() -> list[Patch]:
     """See `features`. A PyTorch without CUDA lacks these names, and its torch.nn.parallel.comm asks for them too."""
-    functions = (_broadcast, _broadcast_coalesced, _scatter, _gather)
-    refused = {name: errors.refusing(f"torch.nn.parallel.comm.{name} with out", "Let it make the tensors.")
-               for name in ("broadcast", "scatter", "gather")}  # fmt: skip
-    return [(torch._C, function.__name__, function) for function in functions] + [
-        (torch._C, f"_{name}_out", function) for name, function in refused.items()
-    ]
+    rows: list[Patch] = [(torch._C, f.__name__, f) for f in (_broadcast, _broadcast_coalesced, _scatter, _gather)]
+    for name in ("broadcast", "scatter", "gather"):
+        refused = errors.refusing(f"torch.nn.parallel.comm.{name} with out", "Let it make the tensors.")
+        rows.append((torch._C, f"_{name}_out", refused))
+    return rows

@@ -34,9 +34,7 @@ class _Buckets(TorchDispatchMode):
         super().__init__()
         self._gpus, self._gpu = iter(gpus), gpu
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is torch.ops.aten.copy_.default and gpu_of(args[0]) is None and not has_values(args[1]):
             charge_copy("copy_", args[1], args[0], blocking=True)

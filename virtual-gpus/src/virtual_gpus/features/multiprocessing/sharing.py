@@ -68,4 +68,4 @@ def patches() -> list[Patch]:
     functions = (share_memory_, _share_cuda_, _new_shared_cuda)
     rows: list[Patch] = [(torch.UntypedStorage, function.__name__, function) for function in functions]
     # Shared memory goes with its last user: there is nothing to count.
-    return [*rows, (torch.UntypedStorage, "_release_ipc_counter_cuda", staticmethod(lambda *_: None))]
+    return [*rows, (torch.UntypedStorage, "_release_ipc_counter_cuda", lambda *_: None)]
