@@ -7,9 +7,7 @@ from collections.abc import Mapping, Sequence
 def pairwise(cases: Sequence[Mapping[str, object]]) -> list[Mapping[str, object]]:
     """As few of `cases` as are needed for this: any two values that are in one of `cases` are in one of these.
     cases: parameter -> value, the same parameters in each. Takes at each step the first case with most new pairs."""
-    pairs = [
-        frozenset(itertools.combinations(((name, repr(value)) for name, value in case.items()), 2)) for case in cases
-    ]
+    pairs = [frozenset(itertools.combinations(((name, repr(v)) for name, v in case.items()), 2)) for case in cases]
     missing, chosen = frozenset().union(*pairs), []
     while missing:
         best = max(range(len(cases)), key=lambda i: len(pairs[i] & missing))

@@ -173,10 +173,9 @@ def squared(x: torch.Tensor) -> torch.Tensor:
 
 
 on_cuda = torch.library.custom_op("of_these_tests::on_cuda", squared._init_fn, mutates_args=(), device_types="cuda")
-LIBRARY = torch.library.Library("in_a_library", "DEF")
-for schema in ("squared(Tensor x) -> Tensor", "in_cpp(Tensor x) -> Tensor"):
-    LIBRARY.define(schema)
-LIBRARY.impl("squared", squared._init_fn, "CUDA")
+torch.library.define("in_a_library::squared", "(Tensor x) -> Tensor")
+torch.library.define("in_a_library::in_cpp", "(Tensor x) -> Tensor")
+torch.library.impl("in_a_library::squared", "CUDA", squared._init_fn)
 
 
 @pytest.mark.parametrize("function", [squared, on_cuda, torch.ops.in_a_library.squared])

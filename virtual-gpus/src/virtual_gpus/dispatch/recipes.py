@@ -10,7 +10,6 @@ from one number, as after `loss.sum()`. Sources: `contiguous` and `expect_contig
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch
 from torch._prims_common import alert_not_deterministic
@@ -21,11 +20,6 @@ from virtual_gpus.placement.storages import CHANNELS_LAST, nbytes
 
 _CopyBytes, _Result = Callable[[torch.Tensor], int], torch.Tensor | tuple[torch.Tensor, ...]
 _THREADS = {torch.complex128: 256}  # max_reduce_threads in cuda/Reduce.cuh; 512 for others
-
-
-def kernel_for(test: Callable[[Any], bool], kernel: Callable[..., Any], func: torch._ops.OpOverload) -> Any:
-    """For `Row.cpu_kernel`: `kernel` computes where `test` is true of the first tensor, which the CPU's own refuses."""
-    return lambda tensor, *args, **options: (kernel if test(tensor) else func._op)(tensor, *args, **options)
 
 
 def packed_copy(tensor: torch.Tensor | None) -> int:

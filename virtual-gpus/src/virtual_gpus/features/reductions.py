@@ -6,7 +6,6 @@ Sources: `memory_model.reduction_scratch`; aten/src/ATen/native/ReduceOpsUtils.h
 from collections.abc import Callable
 from functools import partial
 from math import prod
-from typing import Any
 
 import torch
 
@@ -15,7 +14,7 @@ from virtual_gpus.clock.cost import CHARGED_ELSEWHERE, READS_AND_WRITES, REDUCTI
 from virtual_gpus.clock.work import Cost, Operation
 from virtual_gpus.dispatch.half_precision import HALVES
 from virtual_gpus.dispatch.operators import OpCall, Row
-from virtual_gpus.dispatch.recipes import channels_first, channels_first_copy, kernel_for, take_buffers
+from virtual_gpus.dispatch.recipes import channels_first, channels_first_copy, take_buffers
 from virtual_gpus.threads import seen
 
 _FITTED = figures.beside(__file__)
@@ -85,10 +84,6 @@ def trace(call: OpCall) -> torch.Tensor:
         return call["self"].diagonal().sum() if not call.op.outputs else call.run()
 
 
-def _sum_without_nans(tensor: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
-    return torch.sum(tensor.masked_fill(tensor.isnan(), 0), *args, **options)
-
-
 def logsumexp(call: OpCall) -> torch.Tensor:
     """CUDA runs it as several operators (ReduceOps.cpp). One result is as large as the tensor."""
     tensor, dims, keepdim = call["self"], call["dim"], call["keepdim"]
@@ -123,9 +118,7 @@ def _reduction_cost(operation: Operation) -> Cost:
 _REDUCES, _SCAN = OperatorClass(_reduction_cost), moves(**_FITTED["scan"])
 _INDEXED_SCANS = ("cummax", "cummin", "logcumsumexp", "_cummax_helper", "_cummin_helper", "_logcumsumexp")
 OPERATORS = {
-    **dict.fromkeys(("sum", "mean", "prod"), Row(_REDUCES, total)),
-    "nansum": Row(_REDUCES, total, cpu_kernel=partial(kernel_for, torch.is_complex, _sum_without_nans)),
-    "abs": Row(READS_AND_WRITES, cpu_kernel=partial(kernel_for, lambda x: x.dtype == torch.bool, torch.clone)),
+    **dict.fromkeys(("sum", "mean", "prod", "nansum"), Row(_REDUCES, total)),
     **dict.fromkeys(("linalg_vector_norm", "linalg__powsum", "norm"), Row(_REDUCES, partial(total, of_norm=True))),
     **dict.fromkeys(("amax", "amin", "all", "any"), Row(_REDUCES, reduction)),
     **dict.fromkeys(("max", "min"), Row(_REDUCES, extreme)),
