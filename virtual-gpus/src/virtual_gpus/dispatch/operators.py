@@ -177,15 +177,15 @@ class Operator:
 
 
 def _python_functions(func: _Func) -> dict[Any, Callable[..., Any]] | None:
-    """By dispatch key, those of an operator of higher order, or of `torch.library` for CUDA or all devices, if any."""
+    """By dispatch key, those of an operator of higher order, or of `torch.library` for CUDA alone or all devices."""
     if isinstance(func, torch._ops.HigherOrderOperator):
         return func.py_kernels
     if func.namespace in ("aten", "prims"):  # PyTorch's own, in Python too, have one form on all devices
         return None
     name, keys = func.name().replace("::", "/"), (CUDA, CPU, *COMPOSITE)
     in_python = [key for key in keys if f"{name}/{key.name}" in torch.library._impls]
-    found: dict[Any, Any] = {key: partial(func._op_dk, key) for key in in_python}
-    return found if found.keys() - {CPU} else None
+    of_cpu = torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CPU") and COMPOSITE[0] not in in_python
+    return None if of_cpu or not in_python else {key: partial(func._op_dk, key) for key in in_python}
 
 
 def _refuse(call: "OpCall") -> None:
