@@ -52,9 +52,11 @@ class Generator(torch._C.Generator, metaclass=_AnyGenerator):
     def __new__(cls, device: torch.device | str | int = "cpu") -> Self:
         generator: Any = super().__new__(cls, "cpu")  # type: ignore  # PyTorch's stubs have `__init__` in its place
         generator._device = torch.device(device) if not isinstance(device, int) else torch.device("cuda", device)
-        if generator._device.type == "cuda" and generator._device.index is None:
-            machine = active()
+        machine, index = active(), generator._device.index
+        if generator._device.type == "cuda" and index is None:
             generator._device = torch.device("cuda", machine.current if machine else 0)
+        elif generator._device.type == "cuda" and machine and not 0 <= index < len(machine.gpus):
+            raise RuntimeError("The device_index is invalid.")  # aten/src/ATen/cuda/CUDAGeneratorImpl.cpp
         generator._seed, generator._offset = torch._C.Generator.initial_seed(generator), 0
         generator._seen = OrderedDict()
         _generators[generator._cdata] = generator

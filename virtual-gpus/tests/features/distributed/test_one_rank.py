@@ -98,9 +98,9 @@ def test_the_other_ranks_hold_what_this_one_holds(capfd):
         assert torch.stack(parts).tolist() == [[6, 6], [6, 6]]
         dist.all_to_all_single(ones, torch.arange(4.0, device="cuda"))
         assert ones.tolist() == [2, 3, 2, 3]
-        counts = torch.tensor([1, 2])  # on the CPU, as programs count their samples
-        dist.all_reduce(counts, group=dist.new_group(backend="gloo"))
-        assert counts.tolist() == [2, 4]
+        for x, total in ((torch.tensor([1, 2]), [2, 4]), (torch.tensor([True, False], device="cuda"), [True, False])):
+            dist.all_reduce(x, group=dist.new_group(backend="cpu:gloo,cuda:nccl"))
+            assert x.tolist() == total
 
 
 def test_a_reduction_has_the_operation_of_its_own_thread(monkeypatch):

@@ -24,7 +24,7 @@ from virtual_gpus.features.distributed.groups import is_nccl, nccl_error, requir
 from virtual_gpus.features.distributed.one_rank import reducing, runs_alone
 from virtual_gpus.features.nccl.traffic import MESSAGES, TRAFFIC, kind_of
 from virtual_gpus.machine import active, get_machine
-from virtual_gpus.patches.table import Patch, around
+from virtual_gpus.patches.table import Patch, wrapped
 from virtual_gpus.placement.storages import gpu_of, is_fake, is_wrapper, tensors_in
 from virtual_gpus.threads import below, this_thread
 
@@ -355,8 +355,6 @@ def patches() -> list[Patch]:
         return []
     group = torch.distributed.ProcessGroup
     work = torch._C._distributed_c10d.Work
-    rows = [(group, name, _OfCpp(group, name)) for name in _METHODS if name in vars(group)]
-    return [*rows, (work, "wait", around(work.wait, _wait)),
-            (work, "get_future", around(work.get_future, _get_future)),
-            (group, "_start_coalescing", around(group._start_coalescing, _start_coalescing)),
-            (group, "_end_coalescing", around(group._end_coalescing, _end_coalescing))]  # fmt: skip
+    rows: list[Patch] = [(group, name, _OfCpp(group, name)) for name in _METHODS if name in vars(group)]
+    rows += wrapped(group, _start_coalescing, _end_coalescing)
+    return rows + wrapped(work, wait=_wait, get_future=_get_future)

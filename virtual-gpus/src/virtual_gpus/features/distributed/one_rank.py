@@ -227,7 +227,7 @@ def _reduce(tensor: torch.Tensor, args: Sequence[Any], ranks: int) -> None:
     boxed = next(value for value in args if is_boxed(value, "ReduceOp"))
     operation: Any = kinds.unbox(boxed) if hasattr(kinds, "unbox") else _running.value
     if operation is None or operation == kinds.SUM:
-        tensor.mul_(ranks)
+        tensor.mul_(True if tensor.dtype is torch.bool else ranks)  # of booleans, NCCL finds the largest
     elif operation == kinds.PREMUL_SUM:
         tensor.mul_(operation.__getstate__()[1] * ranks)
 
