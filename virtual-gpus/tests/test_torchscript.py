@@ -32,6 +32,8 @@ def test_scripts_run_on_a_gpu_and_are_saved():
         assert {str(parameter.device) for parameter in loaded.parameters()} == {device}
         assert (torch.cuda.memory_allocated(1) > before) == (device == "cuda:1")
         torch.testing.assert_close(loaded(x.to(device)).to("cuda:1"), net(x))
+    on_host = torch.jit.CompilationUnit("def f(x):\n  return x.cpu()\n").f
+    assert on_host(x).device.type == "cuda"  # C++ sees a CPU tensor already
     file.seek(0)
     with pytest.raises(RuntimeError, match="CUDA device 2 but .* is 2"):
         torch.jit.load(file, "cuda:2")

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from measuring import MIB, peak_of, rows_of, sizes_of, times_of
+from measuring import MIB, peak_of, rows_of, seconds, sizes_of, times_of
 from torch.nn import functional as F
 from virtual_gpus import active_machine, virtual_gpus
 from virtual_gpus.features.blas import copied_bytes
@@ -180,6 +180,14 @@ def test_a_complex_product_is_four_real_ones():
 
     assert product(torch.complex64) == pytest.approx(4 * product(torch.float32), rel=0.01)
     assert product(torch.complex128) == pytest.approx(4 * product(torch.float64), rel=0.01)
+
+
+@virtual_gpus(1)
+def test_products_in_a_byte_take_the_time_of_those_in_two_and_a_decomposition_less():
+    x, half = (torch.ones(2048, 2048, device="cuda", dtype=kind) for kind in (torch.int8, torch.float16))
+    product = seconds(lambda: half @ half)
+    assert seconds(lambda: torch._int_mm(x, x)) == pytest.approx(product, rel=1e-9) and product > 1e-5
+    assert seconds(lambda: torch.linalg.cholesky_ex(torch.eye(2048, device="cuda"))) < product
 
 
 @virtual_gpus(1)

@@ -219,6 +219,8 @@ def test_nothing_is_checked_unless_asked_for():
     with virtual_gpus(2):
         for case in CASES.values():
             case(False)
+        x = ones()
+        assert on_another_stream(lambda: (x + 1).sum().item(), False)[1] == 8192  # numbers do not wait for streams
 
 
 def test_what_was_freed_is_kept_once_and_an_empty_tensor_may_be_recorded_on_a_stream():
