@@ -1,12 +1,15 @@
 """What a real GPU has and a virtual one does not raises by its name, and is in docs/refused.md."""
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
 import torch
 import virtual_gpus as package
+from measuring import every_overload
 from virtual_gpus import NotModelled, virtual_gpus
+from virtual_gpus.dispatch.operators import operator
 
 SOURCE = Path(package.__file__).parent
 REFUSALS = (SOURCE.parents[1] / "docs" / "refused.md").read_text(encoding="utf-8")
@@ -31,6 +34,19 @@ def test_streams_by_handle_and_the_plans_of_cufft():
     for use in (lambda: plans.size, lambda: plans[1], lambda: setattr(plans, "max_size", 3), lambda: plans.clear()):
         with pytest.raises(NotModelled, match=r"torch\.backends\.cuda\.cufft_plan_cache"):
             use()
+
+
+def of(op, device):
+    return torch._C._dispatch_has_computed_kernel_for_dispatch_key(op.func.name(), device)
+
+
+@pytest.mark.skipif(not torch.version.cuda, reason="a build for CPUs has no kernels for CUDA")
+def test_what_has_a_kernel_for_the_cpu_alone_is_refused():
+    """Unless it makes a tensor on any device, C++ chooses it for tensors on the CPU, or PyTorch's tests use it."""
+    apart = re.compile("flash_attention_for_cpu|mkldnn_rnn|slow_conv3d|_test_|_foobar")
+    lacking = [op for op in map(operator, every_overload()) if of(op, "CPU") and not of(op, "CUDA")]
+    found = [op for op in lacking if op.kind != "factory" and not apart.search(op.name)]
+    assert len(found) > 20 and [op.name for op in found if op.row.check is None] == []
 
 
 def test_every_refusal_is_in_the_list():

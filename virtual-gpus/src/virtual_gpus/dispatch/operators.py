@@ -26,8 +26,6 @@ from virtual_gpus.threads import this_thread
 CUDA, CPU = torch._C.DispatchKey.CUDA, torch._C.DispatchKey.CPU
 COMPOSITE = (torch._C.DispatchKey.CompositeExplicitAutograd, torch._C.DispatchKey.CompositeImplicitAutograd)
 _Tensor, _LISTS = torch.Tensor, (list, tuple)
-# C++ chooses these for CPU tensors. CUDA has others, and without the feature that models those, these run.
-_OF_CPU = ("_scaled_dot_product_flash_attention_for_cpu", "mkldnn_rnn_layer", "slow_conv3d_forward")
 _Schema, _Func = torch._C.FunctionSchema, torch._ops.OpOverload | torch._ops.HigherOrderOperator
 Route = Callable[["OpCall"], Any]  # gives what the operator returns
 
@@ -133,16 +131,11 @@ class Operator:
         """What computes it by PyTorch's table of kernels: a kernel, one for each tensor of a list, or operators."""
         arguments, name, has = self._schema.arguments, func.name(), torch._C._dispatch_has_kernel_for_dispatch_key
         listed = self.kernels is None and torch._C._dispatch_has_kernel(name)  # TorchScript's prim::layout is not
-        on_cpu = listed and has(name, "CPU")
-        in_parts = listed and not on_cpu and has(name, "CompositeImplicitAutograd")
+        no_kernel = listed and not has(name, "CPU")
+        in_parts = no_kernel and has(name, "CompositeImplicitAutograd")
         self.is_composite = self.kernels is not None or in_parts
-        self.has_parts = listed and not (on_cpu or in_parts) and has(name, "CompositeExplicitAutograd")
-        self.check = self.row.check
+        self.has_parts = no_kernel and not in_parts and has(name, "CompositeExplicitAutograd")
         if isinstance(func, torch._ops.OpOverload) and func.namespace == "aten":
-            of_cpu = self.base.removesuffix("_backward") in _OF_CPU
-            if on_cpu and torch.version.cuda and not of_cpu:  # a build for CPUs alone cannot tell
-                on_cuda = torch._C._dispatch_has_computed_kernel_for_dispatch_key(name, "CUDA")
-                self.check = self.check or (None if on_cuda else _refuse)
             instead = self.row.cpu_kernel
             self.kernel = (instead and instead(func)) or func._op  # as `func` does itself, with a call into Python
             takes = [a for a in arguments if "Tensor" in str(a.type)]
@@ -173,7 +166,7 @@ class Operator:
             return KINDS.get(self.func.namespace, "list")
         if self.row.crosses:
             return "crossing"
-        return "particular" if self.check or self.needs_values or self.changes_size else "ordinary"
+        return "particular" if self.row.check or self.needs_values or self.changes_size else "ordinary"
 
 
 def _python_functions(func: _Func) -> dict[Any, Callable[..., Any]] | None:
@@ -186,11 +179,6 @@ def _python_functions(func: _Func) -> dict[Any, Callable[..., Any]] | None:
     in_python = [key for key in keys if f"{name}/{key.name}" in torch.library._impls]
     of_cpu = torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CPU") and COMPOSITE[0] not in in_python
     return None if of_cpu or not in_python else {key: partial(func._op_dk, key) for key in in_python}
-
-
-def _refuse(call: "OpCall") -> None:
-    """Raise PyTorch's own error for an operator that it has no kernel of for CUDA."""
-    call.func.redispatch(torch._C.DispatchKeySet(CUDA), *call.args, **call.kwargs)
 
 
 def operator(func: torch._ops.OpOverload) -> Operator:

@@ -37,8 +37,8 @@ def particular(call: OpCall) -> Any:
     op = call.op
     if call.gpu is None:
         return on_host(call)
-    if op.check is not None:
-        op.check(call)
+    if op.row.check is not None:
+        op.row.check(call)
     if not call.on_one_gpu and not resolve_common_device(call):
         with seen():
             return call.func._op_dk(COMPOSITE[0], *call.args, **call.kwargs)

@@ -1,4 +1,4 @@
-"""Names that a real GPU has and a virtual one does not (refused.toml): they raise, and say which name it is."""
+"""Names that a real GPU has and a virtual one does not, and operators of the CPU alone (refused.toml): they raise."""
 
 import functools
 import sys
@@ -10,10 +10,13 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from virtual_gpus import errors, figures
+from virtual_gpus.clock.cost import READS_AND_WRITES
+from virtual_gpus.dispatch.operators import CUDA, OpCall, Row
 from virtual_gpus.patches.table import Patch, around
 
 _LISTS: dict[str, dict[str, str]] = figures.beside(__file__)
 _INSTEAD = {name: sentence for sentence, names in _LISTS["instead"].items() for name in names.split()}
+_WITHOUT_KERNEL = _LISTS["operators"]["without_kernel"].split()
 
 
 def _refuse(owner: object, name: str, path: str) -> Patch:
@@ -36,6 +39,15 @@ def _on_cpu_only(error: Callable[[], Exception], original: Callable[..., Any], *
     if on_gpu or (device is not None and torch.device(device).type == "cuda"):
         raise error()
     return original(*args, **kwargs)
+
+
+def _refuse_kernel(call: OpCall) -> None:
+    """Raise PyTorch's own error for an operator that it has no kernel of for CUDA. Other overloads may have one."""
+    if call.op.name in _WITHOUT_KERNEL:
+        call.func.redispatch(torch._C.DispatchKeySet(CUDA), *call.args, **call.kwargs)
+
+
+OPERATORS = {name.partition(".")[0]: Row(READS_AND_WRITES, check=_refuse_kernel) for name in _WITHOUT_KERNEL}
 
 
 def patches() -> list[Patch]:
