@@ -46,7 +46,7 @@ def train():
         layers = torch.nn.ModuleList([torch.nn.TransformerEncoderLayer(8, 2, 16), torch.nn.LSTM(8, 5)]).to("cuda:1")
         output, _ = layers[1](layers[0](torch.ones(2, 3, 8, device="cuda:1")))
         output.sum().backward()
-        (torch.optim.SGD if "accelerator" in GONE else torch.optim.AdamW)(layers.parameters(), 0.1).step()
+        (torch.optim.SGD if "streams" in GONE else torch.optim.AdamW)(layers.parameters(), 0.1).step()
         assert output.device == torch.device("cuda:1") and layers[1].weight_hh_l0.grad.any()
         store = torch.distributed.HashStore()
         torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)

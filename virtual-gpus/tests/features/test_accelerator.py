@@ -16,9 +16,6 @@ def test_they_answer_as_torch_cuda_does():
     assert torch.cuda.current_device() == 2
     torch.accelerator.set_device_index(1)
     assert torch.accelerator.current_device_index() == 1
-    side = torch.cuda.Stream(device=1)
-    torch.accelerator.set_stream(side)
-    assert torch.accelerator.current_stream(1) == side == torch.cuda.current_stream(1)
     torch.accelerator.synchronize()
     x, y = empty(100 * MIB, "cuda:1"), empty(50 * MIB, "cuda:1")
     del y

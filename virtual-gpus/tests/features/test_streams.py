@@ -20,9 +20,9 @@ def test_streams_and_events_are_objects_that_work(gpus):
     assert side.device == gpus[1] and side != torch.cuda.current_stream(1) == default and isinstance(side, torch.Stream)
     torch.cuda.set_stream(side)
     assert torch.cuda.current_stream(1) == side and torch.cuda.current_device() == 1
-    torch.cuda.set_stream(default)
+    torch.accelerator.set_stream(default)
     torch.cuda.set_device(0)
-    assert torch.cuda.current_stream(1) == default
+    assert torch.cuda.current_stream(1) == torch.accelerator.current_stream(1) == default
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     with pytest.raises(ValueError, match="recorded"):
         start.elapsed_time(end)

@@ -8,12 +8,8 @@ from torch.types import Device
 
 from virtual_gpus.features.cuda import devices as cuda
 from virtual_gpus.features.cuda import memory_figures
-from virtual_gpus.features.streams import streams
 from virtual_gpus.machine import get_machine
 from virtual_gpus.patches.table import Patch, around, in_package
-
-_SAME = (cuda.synchronize, streams.current_stream, streams.set_stream, memory_figures.empty_cache,
-         memory_figures.reset_peak_memory_stats, memory_figures.reset_accumulated_memory_stats)  # fmt: skip
 
 
 def current_accelerator(check_available: bool = False) -> torch.device | None:
@@ -37,7 +33,9 @@ def get_device_module(function: Callable[..., ModuleType], device: torch.device 
 
 
 def patches() -> list[Patch]:
-    rows = in_package("torch.accelerator", *_SAME, current_accelerator, memory_stats,
+    rows = in_package("torch.accelerator", current_accelerator, memory_stats, cuda.synchronize,
+                      memory_figures.empty_cache, memory_figures.reset_peak_memory_stats,
+                      memory_figures.reset_accumulated_memory_stats,
                       current_device_index=cuda.current_device, current_device_idx=cuda.current_device,
                       set_device_index=cuda.set_device, set_device_idx=cuda.set_device,
                       get_memory_info=memory_figures.mem_get_info,

@@ -278,12 +278,11 @@ def stream_of_node(gpu: VirtualGPU, number: int) -> Stream:
 
 
 def patches() -> list[Patch]:
-    return in_package("torch.cuda", Stream, ExternalStream, Event, set_stream, current_stream, default_stream,
-                      errors.refusing("torch.cuda.get_stream_from_external"), is_current_stream_capturing,
-                      _cuda_isCurrentStreamCapturing=is_current_stream_capturing) + [
-        (torch, "Stream", Stream),
-        (torch, "Event", Event),
-        (torch.Tensor, "record_stream", record_stream),
+    of_cuda = in_package("torch.cuda", Stream, ExternalStream, Event, set_stream, current_stream, default_stream,
+                         errors.refusing("torch.cuda.get_stream_from_external"), is_current_stream_capturing,
+                         _cuda_isCurrentStreamCapturing=is_current_stream_capturing)  # fmt: skip
+    return of_cuda + in_package("torch.accelerator", set_stream, current_stream) + [
+        (torch, "Stream", Stream), (torch, "Event", Event), (torch.Tensor, "record_stream", record_stream),
         (torch._C, "_cuda_setStream", _cuda_setStream),
         (torch._C, "_cuda_isCurrentStreamCapturing", is_current_stream_capturing),
     ]  # fmt: skip
