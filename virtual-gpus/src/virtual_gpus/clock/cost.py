@@ -30,6 +30,7 @@ class OperatorClass(NamedTuple):
     depends_on_strides: whether how the tensors lie in memory decides how long they take.
     arguments: names of those in the schema that the formula wants, as `Operation.arguments` has them.
     is_free: whether no kernel runs, so that no memory is read or written.
+    flag: reads a setting of PyTorch that the formula wants, which finds it in `Operation.flag`.
     """
 
     formula: Formula
@@ -38,6 +39,7 @@ class OperatorClass(NamedTuple):
     depends_on_strides: bool = False
     arguments: tuple[str, ...] = ()
     is_free: bool = False
+    flag: Callable[[], bool] = bool
 
 
 def bytes_of(operands: Parts) -> int:

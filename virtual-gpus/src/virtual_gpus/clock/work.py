@@ -52,7 +52,7 @@ class Cost(NamedTuple):
 class Operation(NamedTuple):
     """One operator: name, tensors, results, the GPU, the precision of its products ("fp32", ...), parts of a number
     (2: complex), lengths of its lists (the first's tensors come first, those of one given twice once), if in place,
-    arguments that its class names, if it has them (a tensor is True, a list a tuple), and if cuDNN is enabled."""
+    arguments that its class names, if it has them (a tensor is True, a list a tuple), and what its `flag` says."""
 
     name: str
     inputs: tuple[Operand, ...]
@@ -63,7 +63,7 @@ class Operation(NamedTuple):
     lists: tuple[int, ...] = ()
     in_place: bool = False
     arguments: Mapping[str, Any] = MappingProxyType({})
-    cudnn: bool = True
+    flag: bool = True
 
     def reading(self, nbytes: float, share: float = 1.0) -> float:
         """See `GPUSpec.seconds_to_move`."""

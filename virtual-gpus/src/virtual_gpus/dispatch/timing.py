@@ -25,14 +25,13 @@ Tensors, TensorList, Operands = Iterable[torch.Tensor], Sequence[torch.Tensor], 
 MaybeCall, Place = OpCall | KernelCall | None, VirtualGPU | None  # no place: the computer
 _PRECISION: dict[torch.dtype, Precision] = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float64: "fp64"}
 launch_times: dict[Any, "LaunchTimes"] = {}
-_allows_tf32, _cudnn_enabled = torch._C._get_fp32_precision_getter, torch._C._get_cudnn_enabled
-_grad_enabled, _Tensor, _Dtype = torch.is_grad_enabled, torch.Tensor, torch.dtype
+_allows_tf32, _grad_enabled = torch._C._get_fp32_precision_getter, torch.is_grad_enabled
+_Tensor, _Dtype, _stride = torch.Tensor, torch.dtype, torch.Tensor.stride
 # Not comprehensions: a call into Python per operator costs, and a generator that is cut short swallows a Ctrl-C.
 _form, _is_trained = attrgetter("shape", "dtype"), attrgetter("requires_grad")
-_stride = _Tensor.stride
 _PLAIN = frozenset((bool, int, float, str, type(None)))
 _MOST = 65536  # times that are kept
-_NO_MORE: tuple[Any, ...] = (), (), "", True
+_NO_MORE: tuple[Any, ...] = (), (), "", False
 
 
 @dataclass(slots=True)  # no tuple and not frozen: attributes are read, and one is made, faster
@@ -147,13 +146,14 @@ def filled(call: OpCall) -> list[torch.Tensor]:
 
 def _more(call: OpCall) -> tuple[Any, ...]:
     """What some classes of operators want to know beside shapes and types (see `OperatorClass`): the strides of each
-    tensor, arguments, how fp32 numbers are multiplied, and whether cuDNN is enabled. Others get `_NO_MORE`."""
-    op, time, strides = call.op, call.op.row.time, ()
+    tensor, arguments, how fp32 numbers are multiplied, and a flag. Others get `_NO_MORE`."""
+    op = call.op
+    time, strides = op.row.time, ()
     if time.depends_on_strides:  # what has a storage of its own has strides
         strides = tuple(map(_stride if call.on_one_gpu else _strides, call.tensors))
     arguments = op.arguments and tuple(map(plain, map(call.__getitem__, op.arguments)))
     setting = time.tf32_setting
-    return strides, arguments, setting and _allows_tf32("cuda", setting), _cudnn_enabled()
+    return strides, arguments, setting and _allows_tf32("cuda", setting), time.flag()
 
 
 def plain(value: Any) -> Any:
@@ -170,7 +170,7 @@ def _operation(call: OpCall, made: TensorList, extra: tuple[Any, ...] | None) ->
 
     made: the results, or the tensors that were written. extra: what `_more` returned; None if it was not asked.
     """
-    op, (strides, arguments, _, cudnn) = call.op, extra or _NO_MORE
+    op, (strides, arguments, _, flag) = call.op, extra or _NO_MORE
     outputs, inputs = (tuple(Operand(tuple(t.shape), t.itemsize) for t in tensors) for tensors in (made, call.tensors))
     if strides:
         inputs = tuple(part._replace(strides=at) for part, at in zip(inputs, strides, strict=True))
@@ -183,7 +183,7 @@ def _operation(call: OpCall, made: TensorList, extra: tuple[Any, ...] | None) ->
     return Operation(
         op.base, inputs, outputs, call.gpu.spec, precision_of(op.row.time.tf32_setting, multiplied),
         parts=1 + any(dtype.is_complex for dtype in dtypes), in_place=op.in_place,
-        arguments=dict(zip(op.arguments, arguments, strict=True)), cudnn=cudnn,
+        arguments=dict(zip(op.arguments, arguments, strict=True)), flag=flag,
     )  # fmt: skip
 
 

@@ -29,7 +29,7 @@ class _Convolution:
         self.taps = prod(filters.shape[2:])  # pixels of a filter
         how = [operation.arguments[name] for name in DECIDING]
         self.is_transposed, self.groups = how[:2]
-        _, self.channels_last = choose(images, filters, *how, operation.cudnn)
+        _, self.channels_last = choose(images, filters, *how, operation.flag)
         self.is_depthwise = is_depthwise(self.groups, self.groups * filters.shape[1])
         summed = images if self.is_transposed else result
         self.flops = 2 * prod(summed.shape) * prod(filters.shape[1:]) * self.calls  # without padding

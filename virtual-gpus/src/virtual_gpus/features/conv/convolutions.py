@@ -172,7 +172,7 @@ def unlike_input(call: OpCall, name: str, common: torch.device, device: torch.de
 
 
 _TIMES = OperatorClass(convolution_costs.forward, is_fusible=False, tf32_setting="conv", depends_on_strides=True)
-_FORWARD = _TIMES._replace(arguments=DECIDING)
+_FORWARD = _TIMES._replace(arguments=DECIDING, flag=torch._C._get_cudnn_enabled)
 _BACKWARD = _FORWARD._replace(formula=convolution_costs.backward, arguments=(*_FORWARD.arguments, "output_mask"))
 OPERATORS = {
     "convolution": Row(_FORWARD, convolution, cpu_kernel=widened, mixture=unlike_input),

@@ -143,7 +143,7 @@ def _batch_norm_cost(operation: Operation) -> Cost:
     mask = arguments.get("output_mask", ())
     training, backward = arguments["train" if mask else "training"], len(mask) > 0
     images, weight = operation.inputs[backward], operation.inputs[backward + 1].itemsize if arguments["weight"] else 0
-    settings = operation.precision == "bf16", operation.cudnn, training, mask
+    settings = operation.precision == "bf16", operation.flag, training, mask
     on_cudnn, last, adds = choose(images, weight, *settings)
     if not adds:
         return COPIES.formula(operation)
@@ -169,7 +169,8 @@ def _group_norm_cost(operation: Operation) -> Cost:
     return Cost(fitted["floor"] * operation.kernel + operation.reading(images, busy) + operation.reading(2 * images), 2)
 
 
-_FORWARD = OperatorClass(_batch_norm_cost, depends_on_strides=True, arguments=("weight", "training"))
+_cudnn = torch._C._get_cudnn_enabled
+_FORWARD = OperatorClass(_batch_norm_cost, depends_on_strides=True, arguments=("weight", "training"), flag=_cudnn)
 _BACKWARD = _FORWARD._replace(arguments=("weight", "train", "output_mask"))
 OPERATORS = {
     "native_layer_norm": Row(moves(**_FITTED["layer_norm"]), layer_norm),
