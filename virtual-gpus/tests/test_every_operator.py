@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 import torchgen
-from measuring import every_overload, needed, recorded, seconds
+from measuring import every_overload, needed, recorded, seconds, table
 from virtual_gpus import NotModelled, record_timeline, virtual_gpus
 from virtual_gpus.clock import cost
 from virtual_gpus.dispatch import timing
@@ -91,11 +91,7 @@ def test_the_forms_of_an_operator_share_a_class_of_time():
     bases = {operator(func).base: operator(func) for func in every_overload()}  # `out=` has the same name
     in_place = {name for name in bases if name.removesuffix("_") in bases.keys() - {name}}
     different = {name for name in in_place if row_of(name).time != row_of(name.removesuffix("_")).time}
-    # Their functional forms serve functionalization alone and copy the argument first, or read what they draw by.
-    apart = {"_index_put_impl_", "_resize_output_", "resize_", "resize_as_", "resize_as_sparse_", "set_", "zero_",
-             "bernoulli_", "cauchy_", "exponential_", "geometric_", "log_normal_", "normal_", "random_",
-             "uniform_"}  # fmt: skip
-    assert different == apart and {"cumsum_", "addr_", "fill_"} < in_place
+    assert different == {*table("operators")["in_place"].split()} and {"cumsum_", "addr_", "fill_"} < in_place
     assert not [name for name in in_place if row_of(name).time is cost.CHARGED_ELSEWHERE]
     assert operator(torch.ops.aten.add_.Tensor).recipe is not operator(torch.ops.aten.add.Tensor).recipe
 
@@ -108,9 +104,8 @@ def test_what_only_writes_random_numbers_is_in_one_class():
         if torch.Tag.nondeterministic_seeded in func.tags and (not read or facts.base.endswith("_like")):
             drawn.add(facts.base)
     others = {name for name in drawn if row_of(name).time != row_of("fill_").time}
-    # They sort or read, though no tensor beside the one that they write on. The last two exist for CUDA alone.
-    apart = {"randperm", "normal", "rrelu_with_noise_", "_fill_mem_eff_dropout_mask_", "_cudnn_init_dropout_state"}
-    assert others <= apart and {"rand_like", "randint", "geometric_", "cauchy_"} < drawn, others
+    assert others - {*table("operators")["random"].split()} == set()
+    assert {"rand_like", "randint", "geometric_", "cauchy_"} < drawn
 
 
 def test_an_operator_with_a_kernel_of_its_own_for_cuda_has_a_row_or_is_known_to_be_plain():
