@@ -1,7 +1,7 @@
 """Fixtures for the tests. The package and its benchmarks stand alone: no test imports anything of the course."""
 
 import gc
-import importlib.util
+import importlib
 import os
 import pkgutil
 import signal
@@ -13,11 +13,12 @@ os.environ.pop("VIRTUAL_GPUS_FOLDER", None)  # another program's cards
 os.environ.pop("TORCH_CUBLAS_WORKSPACE_CACHE", None)  # fixtures of whole modules set it
 
 import pytest
+import virtual_gpus as package  # imports PyTorch when one of its names is first used
 
 SETTINGS = ("CUDA_VISIBLE_DEVICES", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "CUBLAS_WORKSPACE_CONFIG",
             "CUBLASLT_WORKSPACE_SIZE", "TORCH_CUBLASLT_UNIFIED_WORKSPACE", "DISABLE_ADDMM_CUDA_LT")  # fmt: skip
 
-FEATURES = Path(importlib.util.find_spec("virtual_gpus").origin).with_name("features")
+FEATURES = Path(package.__file__).with_name("features")
 HERE = {module.name for module in pkgutil.iter_modules([str(FEATURES)])}
 TESTS_OF = Path(__file__).with_name("features").iterdir()  # a module or a folder with the name of each feature
 collect_ignore = [path for path in TESTS_OF if path.stem.removeprefix("test_") not in HERE]
@@ -46,31 +47,25 @@ def no_settings(request):
 def gpus(request):
     """Virtual GPUs as the module's GPUS says; random numbers start anew."""
     import torch
-    from virtual_gpus import virtual_gpus
 
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    with virtual_gpus(**request.module.GPUS) as devices:
+    with package.virtual_gpus(**request.module.GPUS) as devices:
         yield devices
 
 
 @pytest.fixture(scope="module")
 def gpus_of_the_module(request):
     """The same for all tests of the module together."""
-    from virtual_gpus import virtual_gpus
-
-    with virtual_gpus(**request.module.GPUS) as devices:
+    with package.virtual_gpus(**request.module.GPUS) as devices:
         yield devices
 
 
 @pytest.fixture(params=[False, True], ids=["numbers", "shapes"])
 def gpu(request):
     """One virtual H200; the test runs with numbers and with shapes only, and expects the same."""
-    import torch
-    from virtual_gpus import virtual_gpus
-
-    with virtual_gpus(1, kind="H200", shapes_only=request.param):
-        yield torch.device("cuda")
+    with package.virtual_gpus(1, kind="H200", shapes_only=request.param) as (device,):
+        yield device
 
 
 @pytest.fixture

@@ -105,8 +105,7 @@ def test_an_unmodified_package_that_spawns(tmp_path):
 def test_gloo_stays_on_this_machine_if_all_ranks_are_here(set_already, found, tmp_path, monkeypatch):
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     (tmp_path / "say.py").write_text("import os; print(os.environ.get('GLOO_SOCKET_IFNAME'))")
-    done = command(["say.py"], tmp_path, **set_already)
-    assert done.stdout == f"{found.get('GLOO_SOCKET_IFNAME')}\n"
+    assert command(["say.py"], tmp_path, **set_already).stdout == f"{found.get('GLOO_SOCKET_IFNAME')}\n"
 
 
 def test_bad_arguments(capsys):

@@ -114,10 +114,8 @@ def test_every_public_name_works_or_refuses_by_name(monkeypatch, tmp_path, capsy
     finally:
         dist.destroy_process_group()
     assert len(raised) > 300
-    obscure = {path: text for path, text in raised.items() if any(words in text for words in NEVER)}
-    assert obscure == {}
-    unnamed = {path: text for path, text in raised.items() if text and not text.startswith("TypeError: ")}
-    assert unnamed == {}
+    assert {path: text for path, text in raised.items() if any(words in text for words in NEVER)} == {}
+    assert {path: text for path, text in raised.items() if text and not text.startswith("TypeError: ")} == {}
     tested = set(NAMES["uncalled"].split())
     tested |= set(re.findall(r"\w+", "".join(file.read_text("utf-8") for file in Path(__file__).parent.rglob("*.py"))))
     assert {p for p, text in raised.items() if text and p.split(".")[-1] not in tested and "_hook" not in p} == set()

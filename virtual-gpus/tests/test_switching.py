@@ -10,7 +10,6 @@ import weakref
 import pytest
 import snapshots
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from virtual_gpus import active_machine, virtual_gpus
 from virtual_gpus.features.cuda import devices
 from virtual_gpus.patches import table
@@ -124,7 +123,7 @@ def test_stopped_out_of_order():
 
 
 def test_stopped_under_a_mode_that_stays():
-    class Other(TorchDispatchMode):
+    class Other(torch.utils._python_dispatch.TorchDispatchMode):
         @classmethod
         def _should_skip_dynamo(cls):
             return False  # else its first call without GPUs imports torch._dynamo, which the picture would show

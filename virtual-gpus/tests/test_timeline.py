@@ -67,8 +67,7 @@ def test_the_file_is_in_chromes_format_and_the_picture_has_a_row_per_stream(reco
     names = {e["args"]["name"] for e in events if e["ph"] == "M"}
     assert {"cuda:0 (modelled)", "cuda:1 (modelled)", "host (modelled)", "stream", "copy in"} <= names
     assert [p.name for p in tmp_path.iterdir()] == ["step.json"]
-    figure = recorded.plot()
-    axes = figure.axes[0]
+    axes = recorded.plot().axes[0]
     labels = [t.get_text() for t in axes.get_yticklabels()]
     assert labels[0] == "host, waits" and {"cuda:0, stream", "cuda:1, copy in"} <= set(labels)
     legend = {t.get_text() for t in axes.get_legend().get_texts()}

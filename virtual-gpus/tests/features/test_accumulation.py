@@ -9,7 +9,6 @@ import sys
 import pytest
 import torch
 from measuring import function, sizes_of
-from torch import nn
 from torch.utils.checkpoint import checkpoint
 from virtual_gpus import entrance, virtual_gpus
 from virtual_gpus.features import accumulation
@@ -157,7 +156,7 @@ def test_what_an_operator_adds_up_for_itself_is_no_sum_of_the_engine(monkeypatch
 def test_what_hangs_on_the_calling_instruction():
     with virtual_gpus(2) as (gpu, _):
         x = torch.arange(4.0, device=gpu)
-        for made in (x.quantile(0.3), torch.combinations(x), torch.vander(x), nn.functional.one_hot(x.long())):
+        for made in (x.quantile(0.3), torch.combinations(x), torch.vander(x), torch.nn.functional.one_hot(x.long())):
             assert made.device == gpu, "what C++ makes on the way is adopted"
         for _ in range(2):
             with pytest.raises(RuntimeError, match="at least two devices"):  # a learner's own tensor is not

@@ -13,8 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils import _pytree as pytree
 from virtual_gpus import active_machine, virtual_gpus
 from virtual_gpus.dispatch import operators
 from virtual_gpus.features import autocast
@@ -110,7 +109,7 @@ def outcomes() -> dict[tuple, object]:
                 return value.to(next(dtypes)) if is_float else value
 
             try:
-                made = tree_leaves(function(*tree_map(convert, args), **keywords))
+                made = pytree.tree_leaves(function(*pytree.tree_map(convert, args), **keywords))
                 found[name, kind] = [part.dtype for part in made if isinstance(part, torch.Tensor)]
             except (RuntimeError, NotImplementedError) as error:
                 found[name, kind] = type(error)
@@ -120,7 +119,7 @@ def outcomes() -> dict[tuple, object]:
 def in_pytorch() -> dict[tuple, object]:
     """`outcomes` of PyTorch's own kernels for AutocastCUDA, on tensors that say "cuda" to C++ and have no data."""
     before = torch.get_autocast_dtype("cuda")
-    with FakeTensorMode():
+    with torch._subclasses.FakeTensorMode():
         torch._C._dispatch_tls_set_dispatch_key_included(KEY, True)
         torch.set_autocast_enabled("cuda", True)
         torch.set_autocast_dtype("cuda", torch.bfloat16)

@@ -3,7 +3,6 @@
 import torch
 import torch.nn.functional as F
 from measuring import sizes_of
-from torch import nn
 
 
 def test_bags_take_the_buffers_of_cuda_s_kernel(gpu):
@@ -16,7 +15,7 @@ def test_bags_take_the_buffers_of_cuda_s_kernel(gpu):
 
 
 def test_the_gradient_of_a_look_up_takes_its_result_alone(gpu):
-    table = nn.Embedding(1000, 64, device=gpu)
+    table = torch.nn.Embedding(1000, 64, device=gpu)
     out = table(torch.zeros(3072, dtype=torch.long, device=gpu))
     gradient = torch.zeros_like(out)
     assert sizes_of(lambda: torch.autograd.grad(out, table.weight, gradient)) == [256_000]

@@ -6,7 +6,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from measuring import recorded
-from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function, schedule, supported_activities
 from virtual_gpus import virtual_gpus
 
@@ -21,7 +20,7 @@ def test_device_times_are_those_of_the_modelled_clock(capfd):
             y = net(x)
         y.sum().backward()
 
-    net, x = nn.Linear(100, 100).cuda(), torch.randn(64, 100, device="cuda")
+    net, x = torch.nn.Linear(100, 100).cuda(), torch.randn(64, 100, device="cuda")
     kernels = sum(span.end - span.start for span in recorded(step).spans if span.gpu == 0) * 1e6
     net.zero_grad()
     with profile(activities=BOTH) as profiled:

@@ -16,7 +16,6 @@ from torch.distributed._functional_collectives import all_reduce
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import rms_norm, scaled_dot_product_attention
-from torch.nn.parallel.comm import reduce_add
 from virtual_gpus import RaceError, virtual_gpus
 from virtual_gpus.switch import active_machine
 from virtual_gpus.testing import RankError
@@ -129,7 +128,7 @@ def replicas_are_summed_too_early(mended):
         sums[1].mul_(2)
     if mended:
         torch.cuda.current_stream("cuda:1").wait_stream(stream)
-    reduce_add(sums)
+    nn.parallel.comm.reduce_add(sums)
 
 
 def beside(work):

@@ -14,7 +14,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
-from torch.nn.functional import mse_loss
 from virtual_gpus import virtual_gpus
 from virtual_gpus.settings import INSTALLED
 
@@ -40,7 +39,7 @@ def steps(net, x, y):
         if number == 2:
             before = torch.cuda.memory_allocated()
             torch.cuda.reset_peak_memory_stats()
-        loss = mse_loss(net(x).float(), y)
+        loss = nn.functional.mse_loss(net(x).float(), y)
         loss.backward()
         optimizer.step()
         losses.append(loss.item())

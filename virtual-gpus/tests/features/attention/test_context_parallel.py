@@ -5,7 +5,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from ranks import run_ranks
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.experimental import context_parallel
 from torch.distributed.tensor.experimental._attention import context_parallel_unshard, set_rotate_method
 from torch.nn.attention import sdpa_kernel
@@ -32,7 +31,7 @@ def in_a_ring(rank, backend, method, values=False):
     kv_heads = 4 if dtype == torch.float32 else 2
     torch.manual_seed(0)
     inputs = [torch.randn(2, heads, 128, 16, dtype=dtype).cuda() for heads in (4, kv_heads, kv_heads)]
-    whole, mesh = attend(backend, inputs), init_device_mesh("cuda", (2,))
+    whole, mesh = attend(backend, inputs), dist.device_mesh.init_device_mesh("cuda", (2,))
     set_rotate_method(method)
     torch.cuda.reset_peak_memory_stats()
     with context_parallel(mesh, buffers=inputs, buffer_seq_dims=[2] * 3), record_timeline() as timeline:

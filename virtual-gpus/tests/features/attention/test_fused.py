@@ -7,7 +7,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 from virtual_gpus import virtual_gpus
 from virtual_gpus.placement.storages import has_values
@@ -63,7 +62,7 @@ def test_gradients_again_of_some_leaves_by_torch_func_and_of_gradients(kind):
             run(*leaves).mul_(2).sum().backward()
         with torch.no_grad():
             run(*leaves).mul_(2)
-        with sdpa_kernel(SDPBackend.MATH), torch.backends.cudnn.flags(enabled=False):
+        with nn.attention.sdpa_kernel(nn.attention.SDPBackend.MATH), torch.backends.cudnn.flags(enabled=False):
             first = torch.autograd.grad(run(*leaves).square().sum(), leaves, create_graph=True)
         assert torch.autograd.grad(first[0].square().sum(), leaves[1])[0].abs().sum() > 0
 
@@ -98,8 +97,7 @@ def test_what_a_layer_keeps_is_made_anew_or_lies_on_the_cpu_and_dropout_stays_th
 
 
 def reduction():
-    x = torch.ones(2048, 20_000, device="cuda")
-    return lambda: x.sum(0)
+    return partial(torch.ones(2048, 20_000, device="cuda").sum, 0)
 
 
 def recurrent():
@@ -111,8 +109,7 @@ def attention(backward=False):
     x = torch.zeros(1, 1024, 16, 256, device="cuda", requires_grad=True)
     if not backward:
         return lambda: F.scaled_dot_product_attention(x, x, x)
-    out = F.scaled_dot_product_attention(x, x, x).sum()
-    return lambda: torch.autograd.grad(out, x)
+    return partial(torch.autograd.grad, F.scaled_dot_product_attention(x, x, x).sum(), x)
 
 
 @pytest.mark.parametrize(
