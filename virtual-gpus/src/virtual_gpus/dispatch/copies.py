@@ -5,7 +5,7 @@ the copy is an autograd function of its own, whose backward copies back to where
 """
 
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -116,16 +116,9 @@ def _copied(tensor: Tensor, target: Place, dtype: torch.dtype, layout: Format) -
     return result if target is None else place(result, target)
 
 
-class CopyPlan(NamedTuple):
-    """Bytes over the link (0: within a GPU), and those of each temporary at both ends, in the order of the copy."""
-
-    sent: int
-    at_source: list[int]
-    at_target: list[int]
-
-
-def plan_copy(source: Tensor, target: Tensor, blocking: bool) -> CopyPlan:
-    """How CUDA does `target.copy_(source)` (aten/src/ATen/native/cuda/Copy.cu).
+def plan_copy(source: Tensor, target: Tensor, blocking: bool) -> tuple[int, list[int], list[int]]:
+    """How CUDA does `target.copy_(source)` (aten/src/ATen/native/cuda/Copy.cu): bytes over the link (0: within a GPU),
+    and those of each temporary at the source and at the target, in the order of the copy.
 
     GPUs reach each other's memory, so there it is one kernel. Between the computer and a GPU, both ends are packed and
     of one type: temporaries, if the tensors are not. The CPU casts, and with `non_blocking=True` the GPU.
@@ -133,7 +126,7 @@ def plan_copy(source: Tensor, target: Tensor, blocking: bool) -> CopyPlan:
     ends, at_source, casts = (gpu_of(source), gpu_of(target)), list[int](), source.dtype != target.dtype
     is_dense = source.layout == torch.strided and not source.is_nested  # others are counted as one block
     if None not in ends or not is_dense or (not casts and lie_alike(source, target)):
-        return CopyPlan(nbytes(target) if ends[0] is not ends[1] else 0, [], [])
+        return nbytes(target) if ends[0] is not ends[1] else 0, [], []
     casts_first, packed = (ends[0] is not None) is not blocking, source.is_contiguous()
     if casts and casts_first:  # keeps the order of the dimensions, and leaves gaps out
         at_source = [source.numel() * target.dtype.itemsize]
@@ -142,7 +135,7 @@ def plan_copy(source: Tensor, target: Tensor, blocking: bool) -> CopyPlan:
     sent = target.numel() * (target if casts_first else source).dtype.itemsize
     if not packed or source.numel() != target.numel():
         at_source.append(sent)
-    return CopyPlan(sent, at_source, [] if target.is_contiguous() and (casts_first or not casts) else [sent])
+    return sent, at_source, [] if target.is_contiguous() and (casts_first or not casts) else [sent]
 
 
 def lie_alike(one: Tensor, other: Tensor) -> bool:
@@ -156,21 +149,22 @@ def lie_alike(one: Tensor, other: Tensor) -> bool:
 def charge_copy(name: str, source: Tensor, target: Tensor, blocking: bool) -> None:
     """Take the GPU's temporaries of `target.copy_(source)`, and put on the clock what the CPU does not do of it. Raises
     the allocator's OutOfMemory."""
-    here, there, plan = gpu_of(source), gpu_of(target), plan_copy(source, target, blocking)
+    here, there = gpu_of(source), gpu_of(target)
     if (gpu := here or there) is None:
         return
-    passes = [*plan.at_target, nbytes(target)] if here is None else [nbytes(source), *plan.at_source]
+    sent, at_source, at_target = plan_copy(source, target, blocking)
+    passes = [*at_target, nbytes(target)] if here is None else [nbytes(source), *at_source]
     if here is not None:
         if here.machine.charger is not None:
             here.machine.charger.before(here, [source], is_fusible=here is there)
         if here.late:
             here.late.hold(here, [source])
-    with storages.scratch(gpu, *(plan.at_target if here is None else plan.at_source)):
+    with storages.scratch(gpu, *(at_target if here is None else at_source)):
         if here is None:
-            send(plan.sent, None, there, is_pinned(source) and not plan.at_source, blocking)
+            send(sent, None, there, is_pinned(source) and not at_source, blocking)
         for read, written in pairwise([*passes, nbytes(target)] if here is there else passes):
             needs = times(gpu, cost(name, (Operand((read,), 1),), (Operand((written,), 1),), gpu.spec))
             gpu.machine.clock.launch(gpu.slot, gpu.stream, needs.seconds, needs.host, name, needs.further)
         if here is not None and here is not there and (there is None or here.machine is there.machine):
-            send(plan.sent, here, there, is_pinned(target) and not plan.at_target, blocking)
+            send(sent, here, there, is_pinned(target) and not at_target, blocking)
     gpu.machine.follower.copy(source, target, blocking)
