@@ -19,6 +19,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
+from functools import partial
 from math import isnan
 from typing import Any
 
@@ -138,16 +139,13 @@ def _without_autocast(op: Callable[..., Any], args: Iterable[Any], kwargs: dict[
 def _casting_to(dtype_for: Callable[[Any, dict[str, Any]], torch.dtype]) -> Callable[..., Callable[..., Any]]:
     """Cast inputs to `dtype_for(args, kwargs)`, last one first, as C++ evaluates arguments: the blocks' order."""
 
-    def policy(op: Callable[..., Any]) -> Callable[..., Any]:
-        def kernel(*args: Any, **kwargs: Any) -> Any:
-            dtype = dtype_for(args, kwargs)
-            if kwargs:
-                kwargs = {name: cast(value, dtype) for name, value in reversed(kwargs.items())}
-            return _without_autocast(op, [cast(value, dtype) for value in reversed(args)][::-1], kwargs)
+    def kernel(op: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        dtype = dtype_for(args, kwargs)
+        if kwargs:
+            kwargs = {name: cast(value, dtype) for name, value in reversed(kwargs.items())}
+        return _without_autocast(op, [cast(value, dtype) for value in reversed(args)][::-1], kwargs)
 
-        return kernel
-
-    return policy
+    return partial(partial, kernel)
 
 
 def _to_fp32_results(op: Any) -> Callable[..., Any]:
@@ -165,16 +163,13 @@ def _to_fp32_results(op: Any) -> Callable[..., Any]:
     return kernel
 
 
-def _banned(op: Callable[..., Any]) -> Callable[..., Any]:
-    def kernel(*args: Any, **kwargs: Any) -> Any:
-        if any(isinstance(a, torch.Tensor) and is_on_gpu(a) for a in args):
-            raise RuntimeError(
-                "torch.nn.functional.binary_cross_entropy and torch.nn.BCELoss are unsafe to autocast. "
-                "Use binary_cross_entropy_with_logits or torch.nn.BCEWithLogitsLoss."
-            )
-        return _without_autocast(op, args, kwargs)
-
-    return kernel
+def _banned(op: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    if any(isinstance(a, torch.Tensor) and is_on_gpu(a) for a in args):
+        raise RuntimeError(
+            "torch.nn.functional.binary_cross_entropy and torch.nn.BCELoss are unsafe to autocast. "
+            "Use binary_cross_entropy_with_logits or torch.nn.BCEWithLogitsLoss."
+        )
+    return _without_autocast(op, args, kwargs)
 
 
 _POLICIES = {
@@ -182,7 +177,7 @@ _POLICIES = {
     "fp32": _casting_to(lambda args, kwargs: _FP32),
     "fp32_set_opt_dtype": _to_fp32_results,
     "promote": _casting_to(lambda args, kwargs: widest((*args, *kwargs.values()), _lower_dtype("cuda"))),
-    "banned": _banned,
+    "banned": partial(partial, _banned),
 }
 
 
