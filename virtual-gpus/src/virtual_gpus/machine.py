@@ -197,10 +197,6 @@ class Kept(Generic[Value]):
         value = owner.feature_state.get(self)
         return owner.feature_state.setdefault(self, self._make(owner)) if value is None else value
 
-    def existing(self, owner: VirtualGPU | VirtualMachine) -> Value | None:
-        """The same; None if nothing has asked for it yet."""
-        return owner.feature_state.get(self)
-
 
 def _forget_initialization() -> None:
     """A forked process has not used CUDA yet, whatever its parent did, and with `refuse_forks` never can."""

@@ -83,9 +83,8 @@ _handles = Kept(Handles)
 
 def leave_handle(gpu: VirtualGPU, holder: object) -> None:
     """`holder`, a thread, has ended. If it had a handle on the GPU, the next thread may have it."""
-    handles = _handles.existing(gpu)
-    if handles is not None:
-        handles.leave(holder)
+    if _handles in gpu.feature_state:
+        _handles.of(gpu).leave(holder)
 
 
 # ---- how long products take: in tiles, one per multiprocessor at a time ---------------------------------------------

@@ -140,7 +140,7 @@ def _tell(observer: Callable[..., object], gpu: VirtualGPU, error: OutOfMemory) 
 
 def stop(machine: VirtualMachine) -> None:
     """Record no more and forget what was recorded."""
-    for recorder in recorders.existing(machine) or ():
+    for recorder in machine.feature_state.get(recorders, ()):
         recorder.stop()
 
 

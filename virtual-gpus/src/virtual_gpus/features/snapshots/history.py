@@ -9,6 +9,7 @@ turns it into a snapshot. Sizes are bytes, as requested; times are nanoseconds o
 attached to an allocator unless a history is recorded.
 """
 
+import functools
 import sys
 import time
 from collections import deque
@@ -124,20 +125,17 @@ class Recorder:
         if block is not None:
             self._add("free_completed", address, block.requested, block.stream, self._stack())
 
-    def _segment_alloc(self, address: int, size: int) -> None:
-        stream = self._allocator.device.segments[address].pool.stream
-        self._segments[address] = stream, self._stack()
-        self._add("segment_alloc", address, size, stream, self._segments[address][1])
-
     def _segment_free(self, address: int, size: int) -> None:
         stream, stack = self._segments.pop(address, (0, None))
         self._add("segment_free", address, size, stream, self._stack() or stack)
 
-    def _segment_map(self, address: int, size: int) -> None:
-        arena, stack = self._allocator.segment_at(address), self._stack()
-        if address == arena.address:
-            self._segments.setdefault(address, (arena.pool.stream, stack))
-        self._add("segment_map", address, size, arena.pool.stream, stack)
+    def _segment_map(self, address: int, size: int, action: str = "segment_map") -> None:
+        segment, stack = self._allocator.segment_at(address), self._stack()
+        if address == segment.address:
+            self._segments.setdefault(address, (segment.pool.stream, stack))
+        self._add(action, address, size, segment.pool.stream, stack)
+
+    _segment_alloc = functools.partialmethod(_segment_map, action="segment_alloc")
 
     def _segment_unmap(self, address: int, size: int) -> None:
         self._add("segment_unmap", address, size, self._allocator.segment_at(address).pool.stream, self._stack())
