@@ -254,8 +254,7 @@ class Clock:
 
         Kernels that end before the next one is issued leave gaps, which count as idle: the span is moved to its end.
         """
-        threads = self._threads
-        if threads is None:
+        if self._threads is None:
             now = self.now = self.now + host * self.share
         else:
             now = self.spend(host, gpu)

@@ -43,7 +43,6 @@ class OperatorClass(NamedTuple):
 
 
 def bytes_of(operands: Parts) -> int:
-    """Bytes of all of them."""
     return sum(part.nbytes for part in operands)
 
 

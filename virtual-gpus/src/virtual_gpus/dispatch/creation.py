@@ -12,7 +12,6 @@ from virtual_gpus.machine import VirtualGPU, VirtualMachine, find_gpu, get_machi
 from virtual_gpus.placement.creation_sites import record_creation_site
 from virtual_gpus.placement.storages import StorageAllocation, pin, put
 
-_META = torch.device("meta")
 _LARGE = 1 << 24  # elements
 
 
@@ -78,5 +77,5 @@ def _allocation_before_filling(call: OpCall) -> StorageAllocation | None:
     if elements < _LARGE:
         return None
     without = {k: v for k, v in call.kwargs.items() if k != "generator"}
-    sized = call.func(*call.args, **{**without, "device": _META})
+    sized = call.func(*call.args, **{**without, "device": torch.device("meta")})
     return StorageAllocation(call.gpu, sized.untyped_storage().nbytes())

@@ -12,7 +12,6 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
-from torch._prims_common import alert_not_deterministic
 
 from virtual_gpus.dispatch.operators import OpCall
 from virtual_gpus.memory_model import reduction_scratch
@@ -68,4 +67,4 @@ def not_deterministic(kernel: str, only_if: Callable[[OpCall], bool] = lambda ca
     """A `check` that raises or warns, under `torch.use_deterministic_algorithms(True)`, if `only_if` is true.
     kernel: its name in CUDA's message. Source: the calls of `alertNotDeterministic` in aten/src/ATen/native/cuda, as
     they are in the CUDA libraries of 2.11 to 2.15. What the CPU's kernel refuses itself is not repeated."""
-    return lambda call: alert_not_deterministic(kernel) if only_if(call) else None
+    return lambda call: torch._prims_common.alert_not_deterministic(kernel) if only_if(call) else None

@@ -17,7 +17,6 @@ from virtual_gpus.processes.shared_memory import FOLDER, held_by_processes
 
 _NOTICE = "These GPUs are virtual: the package virtual_gpus models them. There may be no GPU in this machine."
 _NO_GPUS = "nvidia-smi: No virtual GPUs are on, or their program did not ask for them in its children."
-_NONE = "[N/A]"
 DRIVER = "virtual"  # the version that tools show
 
 
@@ -55,8 +54,7 @@ def from_environment() -> list[GPUView] | None:
         facts = None
     if not isinstance(facts, dict):
         return None
-    count = len(facts["gpus"])
-    held = held_by_processes(os.environ.get(FOLDER), facts["machine"], count)
+    held = held_by_processes(os.environ.get(FOLDER), facts["machine"], len(facts["gpus"]))
     return [
         GPUView(slot, name, uuid, memory, (major, minor), [(p, used[slot]) for p, used in held if used[slot]], 0.0)
         for slot, (name, uuid, memory, (major, minor)) in enumerate(facts["gpus"])
@@ -104,7 +102,7 @@ def query_gpus(gpus: list[GPUView], names: Sequence[str], form: Sequence[str]) -
     if "noheader" not in form:
         yield ", ".join(f"{name} [{units[name]}]" if units[name] else name for name in names)
     for gpu in gpus:
-        cells = (f"{fields[name][0](gpu)} {units[name]}".rstrip() if name in fields else _NONE for name in names)
+        cells = (f"{fields[name][0](gpu)} {units[name]}".rstrip() if name in fields else "[N/A]" for name in names)
         yield ", ".join(cells)
 
 

@@ -65,8 +65,7 @@ def _engine_adds(call: OpCall) -> bool:
 def _linear_adds(call: OpCall, product: torch.Tensor) -> bool:
     """True if one call of `linear` made the product and now adds a vector, the bias."""
     last, site = _product.value
-    is_last = last() is record_of(product.untyped_storage())
-    return is_last and site == call.site
+    return last() is record_of(product.untyped_storage()) and site == call.site
 
 
 def reshape_product(call: OpCall) -> torch.Tensor:

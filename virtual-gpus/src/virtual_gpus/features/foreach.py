@@ -94,10 +94,8 @@ def run(call: OpCall) -> Any:
 
 def _columns(call: OpCall) -> tuple[list[Sequence[torch.Tensor]], list[VirtualGPU | None]]:
     """The lists of tensors among the arguments, and the GPUs of the first. `_foreach_pow` may begin with a number."""
-    columns: list[Sequence[torch.Tensor]] = []
-    for value in (*call.args, *call.kwargs.values()):
-        if isinstance(value, (list, tuple)) and value and isinstance(value[0], torch.Tensor):
-            columns.append(value)
+    lists = [value for value in (*call.args, *call.kwargs.values()) if isinstance(value, (list, tuple)) and value]
+    columns: list[Sequence[torch.Tensor]] = [value for value in lists if isinstance(value[0], torch.Tensor)]
     first: Sequence[torch.Tensor] = next(iter(columns), ())
     return columns, [call.gpu] * len(first) if call.on_one_gpu else list(map(gpu_of, first))
 

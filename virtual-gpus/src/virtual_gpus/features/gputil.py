@@ -22,8 +22,7 @@ class _NvidiaSmi:
         self._names, self._form = (option.partition("=")[2].split(",") for option in (query, form))
 
     def communicate(self) -> tuple[bytes, None]:
-        gpus = [_view(gpu) for gpu in get_machine().slots]  # hidden ones too
-        lines = query_gpus(gpus, self._names, self._form)
+        lines = query_gpus([_view(gpu) for gpu in get_machine().slots], self._names, self._form)  # hidden ones too
         return "".join(line + os.linesep for line in lines).encode(), None
 
 

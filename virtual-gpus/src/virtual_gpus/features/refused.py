@@ -7,7 +7,6 @@ from pkgutil import resolve_name
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
 
 from virtual_gpus import errors, figures
 from virtual_gpus.clock.cost import READS_AND_WRITES
@@ -32,7 +31,7 @@ def _refuse(owner: object, name: str, path: str) -> Patch:
 
 def _on_cpu_only(error: Callable[[], Exception], original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """`original`, which refuses tensors and modules on a GPU, and a `device` that is one."""
-    tensors, device = tree_leaves((args, kwargs)), kwargs.get("device")
+    tensors, device = torch.utils._pytree.tree_leaves((args, kwargs)), kwargs.get("device")
     modules = [leaf for leaf in tensors if isinstance(leaf, torch.nn.Module)]
     tensors += [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
     on_gpu = any(isinstance(tensor, torch.Tensor) and tensor.is_cuda for tensor in tensors)

@@ -245,8 +245,7 @@ class CachingAllocator:
         while not options.expandable and i < len(free) and free[i][2].arena is not None:
             i += 1  # as long as new segments are of fixed size, those of expandable ones are of no use
         if i < len(free):
-            oversize = size >= options.max_split
-            limit = size + LARGE_SEGMENT if oversize else options.max_split
+            limit = size + LARGE_SEGMENT if size >= options.max_split else options.max_split  # of an oversize request
             if free[i][0] >= limit:
                 return len(free)
         return i

@@ -78,7 +78,6 @@ class DeviceMemory:
     # ---- taking and giving back
 
     def tell(self, event: Event, address: int, size: int) -> None:
-        """Tell the observers."""
         for observer in self._observers:
             observer(event, address, size)
 

@@ -50,7 +50,6 @@ class Stat:
         self.current = self.peak = self.up = 0
 
     def change(self, by: int) -> None:
-        """Count up or down."""
         self.current += by
         self.up += max(by, 0)
         self.peak = max(self.peak, self.current)

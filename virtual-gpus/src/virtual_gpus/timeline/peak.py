@@ -133,12 +133,11 @@ class PeakLog:
         """Replay the log, keep what was in use at its highest moment if that is a new peak, and begin a new log."""
         log, self._log = self._log, list[tuple[_Block, int]]()
         used = highest = sum(block.size for block in self._live)
-        until = 0
+        live, until = self._live, 0
         for number, (_, size) in enumerate(log, 1):
             used += size
             if used > highest:
                 highest, until = used, number
-        live = self._live
         if highest > self.peak or not self.peak:
             at_peak = dict(live)
             _apply(log[:until], at_peak)
@@ -169,7 +168,6 @@ class AllocatorLog(PeakLog):
             self._allocator.observers.append(self._hear)
 
     def stop(self) -> None:
-        """Listen no more."""
         with self._allocator.exclusive():
             self._allocator.observers.remove(self._hear)
             self.fold()

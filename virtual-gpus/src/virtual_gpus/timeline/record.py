@@ -152,27 +152,24 @@ class Timeline:
         if axes is None:
             _, axes = plt.subplots(figsize=(10, 0.8 + 0.4 * max(1, len(rows))), layout="constrained")
         used = [kind for kind in COLOURS if any(s.kind == kind for s in spans)]
-        labelled: set[str] = set()
         for number, row in enumerate(rows):
             for kind in used:
                 pieces = merged([(s.start, s.end) for s in spans if (s.gpu, s.lane) == row and s.kind == kind])
                 bars = [(1e3 * start, 1e3 * (end - start)) for start, end in pieces]
-                label = kind if bars and kind not in labelled else None  # once, for the legend
-                labelled.update([kind] if bars else [])
-                axes.broken_barh(bars, (number - 0.4, 0.8), color=COLOURS[kind], linewidth=0, label=label)
+                axes.broken_barh(bars, (number - 0.4, 0.8), color=COLOURS[kind], linewidth=0)
         titles = [f"{'host' if gpu is None else f'cuda:{gpu}'}, {lane_name(lane)}" for gpu, lane in rows]
         axes.set_yticks(range(len(rows)), titles)
         axes.invert_yaxis()
         axes.set_xlabel("modelled time in ms")
         axes.set_xlim(0, 1e3 * self.seconds or 1)
         if used:
-            axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1), frameon=False)
+            keys = [plt.Rectangle((0, 0), 1, 1, color=COLOURS[kind], label=kind) for kind in used]
+            axes.legend(handles=keys, loc="upper left", bbox_to_anchor=(1.01, 1), frameon=False)
         return axes.figure
 
     def save(self, path: str | Path) -> None:
         """Write the timeline as JSON in Chrome's trace format, with times in microseconds. Perfetto opens it."""
-        events = {"traceEvents": list(self._events()), "displayTimeUnit": "ms"}
-        write_whole(Path(path), json.dumps(events))
+        write_whole(Path(path), json.dumps({"traceEvents": list(self._events()), "displayTimeUnit": "ms"}))
 
     def _events(self):
         rows = rows_of(self.spans)
@@ -181,10 +178,9 @@ class Timeline:
             name = "host (modelled)" if gpu is None else f"cuda:{gpu} (modelled)"
             yield {"ph": "M", "name": "process_name", "pid": process, "args": {"name": name}}
             yield {"ph": "M", "name": "thread_name", "pid": process, "tid": row, "args": {"name": lane_name(lane)}}
-        numbers = {key: row for row, key in enumerate(rows)}
         for s in self.spans:
             yield {"ph": "X", "name": s.name, "cat": s.kind, "pid": -1 if s.gpu is None else s.gpu,
-                   "tid": numbers[s.gpu, s.lane], "ts": s.start * 1e6, "dur": (s.end - s.start) * 1e6}  # fmt: skip
+                   "tid": rows.index((s.gpu, s.lane)), "ts": s.start * 1e6, "dur": (s.end - s.start) * 1e6}  # fmt: skip
 
 
 @contextmanager

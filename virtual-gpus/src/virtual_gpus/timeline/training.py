@@ -118,7 +118,6 @@ class TrainingRecorder:
                        register_optimizer_step_post_hook(self._after_step)]  # fmt: skip
 
     def stop(self) -> None:
-        """Stop listening."""
         self._machine.clock.timelines.remove(self)
         for hook in self._hooks:
             hook.remove()

@@ -66,7 +66,6 @@ class AttentionCall:
 
     @property
     def parts(self) -> Parts:
-        """Query, key and value."""
         return self.query, self.key, self.value
 
     @property
@@ -355,8 +354,7 @@ def _best_split(blocks: int, processors: int, key_blocks: int) -> int:
     busy = {}
     for splits in range(1, min(128, processors, key_blocks) + 1):  # max_splits
         if splits == 1 or ceil_div(key_blocks, splits) != ceil_div(key_blocks, splits - 1):  # else it is the same work
-            waves = blocks * splits / processors
-            busy[splits] = waves / ceil_div(blocks * splits, processors)
+            busy[splits] = blocks * splits / processors / ceil_div(blocks * splits, processors)  # of all waves
     best = max(busy.values(), default=0)
     return next((splits for splits, share in busy.items() if share >= 0.85 * best), 1)
 

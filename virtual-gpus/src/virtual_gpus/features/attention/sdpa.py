@@ -173,8 +173,7 @@ def safe_softmax(call: OpCall) -> Tensor:
     """Rows without any finite score get zeros: found with operators that each have a result of their own."""
     scores, dim = call["self"], call["dim"]
     rows = max(1, scores.shape[dim]) if scores.dim() else 1
-    dtype = call["dtype"] or scores.dtype
-    count, number = scores.numel(), dtype.itemsize
+    count, number = scores.numel(), (call["dtype"] or scores.dtype).itemsize
     with call.scratch(count * number, number, count, count // rows, number):
         return call.run()
 

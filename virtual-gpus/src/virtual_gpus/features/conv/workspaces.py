@@ -102,8 +102,7 @@ def weight_gradient(shape: Shape) -> int:
     filters = shape.filters * padded // shape.groups * prod(shape.kernel)
     sums = parts * filters * 4 + FITTED["split"] if parts > 1 else 0
     in_order = sums and shape.itemsize < 4  # rounding the sums to 2 bytes puts them in order as well
-    turned = 0 if in_order else _filters(shape, padded)
-    return _total(_input(shape, padded), _output(shape), turned, sums)
+    return _total(_input(shape, padded), _output(shape), 0 if in_order else _filters(shape, padded), sums)
 
 
 def largest(step: Step, shape: Shape) -> int:
@@ -134,8 +133,7 @@ def _filters(shape: Shape, padded: int) -> int:
 
 def _whole_vectors(shape: Shape) -> int:
     """Channels in whole vectors of 16 bytes, as tensor cores want them; groups are left as they are."""
-    vector = 16 // shape.itemsize
-    return shape.channels if shape.groups > 1 else rounded_up(shape.channels, vector)
+    return shape.channels if shape.groups > 1 else rounded_up(shape.channels, 16 // shape.itemsize)
 
 
 def _parts(shape: Shape, padded: int) -> int:

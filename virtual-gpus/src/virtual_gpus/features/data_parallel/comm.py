@@ -10,8 +10,6 @@ from itertools import chain
 from typing import Any
 
 import torch
-from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
-from torch.nn.parameter import is_lazy
 
 from virtual_gpus import errors
 from virtual_gpus.dispatch.copies import move
@@ -41,7 +39,7 @@ def _broadcast_coalesced(tensors: list[torch.Tensor], devices: list[int], buffer
     Returns one list per device. The first holds the tensors themselves, the others hold pieces of flat buffers.
     """
     # C++ sends an UninitializedParameter, whose methods raise, like any other. DataParallel refuses it afterwards.
-    tensors = [tensor.data if is_lazy(tensor) else tensor for tensor in tensors]
+    tensors = [tensor.data if torch.nn.parameter.is_lazy(tensor) else tensor for tensor in tensors]
     gpus = [gpu_at(device) for device in devices]
     if any(gpu_of(tensor) is not gpus[0] for tensor in tensors):
         raise RuntimeError(f"All tensors must be on devices[0]: {devices[0]}")
@@ -73,11 +71,11 @@ def _chunks(tensors: list[torch.Tensor], limit: int) -> Iterator[list[torch.Tens
 @torch.no_grad()
 def _sent(chunk: list[torch.Tensor], gpus: list[VirtualGPU]) -> list[list[torch.Tensor]]:
     """Copies of a chunk's tensors on each GPU, cut from one flat buffer there; that at the source goes at once."""
-    flat = _flatten_dense_tensors(chunk)
+    flat = torch._utils._flatten_dense_tensors(chunk)
     if not gpus:
         return []
     with below():
-        copies = [_unflatten_dense_tensors(flat.clone(), chunk) for _ in gpus]
+        copies = [torch._utils._unflatten_dense_tensors(flat.clone(), chunk) for _ in gpus]
         copies = [[piece.data for piece in pieces] for pieces in copies]  # tensors of their own rather than views
     for pieces, gpu in zip(copies, gpus, strict=True):
         place_all(pieces, gpu)

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.multiprocessing.reductions import reduce_storage
 
 from virtual_gpus.machine import find_gpu, get_machine
 from virtual_gpus.patches.table import Patch
@@ -31,7 +30,7 @@ class _SharedStorage:
         with below():  # where the storage says that it is on the CPU
             if self.storage.device.type == "meta":
                 return _arrived, (functools.partial(torch.UntypedStorage, device="meta"), (self.storage.nbytes(),))
-            return _arrived, reduce_storage(self.storage)
+            return _arrived, torch.multiprocessing.reductions.reduce_storage(self.storage)
 
 
 def _arrived(rebuild: Callable[..., torch.UntypedStorage], arguments: tuple[Any, ...]) -> _SharedStorage:

@@ -120,8 +120,7 @@ def _on_each_rank(gpu: VirtualGPU, input: Any, shape: Shape, weight: Any, eps: E
     if not local or not all(p.is_replicate() for part in parts[1:] for p in part.placements):
         return _raw_rms_norm(input, shape, weight, eps)
     if weight is not None:
-        sums = [Partial() if p.is_shard() else p for p in input.placements]
-        weight = weight.to_local(grad_placements=sums)
+        weight = weight.to_local(grad_placements=[Partial() if p.is_shard() else p for p in input.placements])
     rows_here = _on_one_gpu(gpu, input.to_local(), weight, shape, eps)
     sizes = {"shape": input.shape, "stride": torch.empty(input.shape, device="meta").stride()}
     return DTensor.from_local(rows_here, input.device_mesh, input.placements, run_check=False, **sizes)

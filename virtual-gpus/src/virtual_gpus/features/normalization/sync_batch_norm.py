@@ -65,8 +65,7 @@ def normalize(call: OpCall) -> torch.Tensor:
         scale, shift = scale * call["weight"], shift * call["weight"]
     if call["bias"] is not None:
         shift = shift + call["bias"]
-    normalized = torch.addcmul(_per_channel(shift, x), wide(x), _per_channel(scale, x))
-    return normalized.to(x.dtype)
+    return torch.addcmul(_per_channel(shift, x), wide(x), _per_channel(scale, x)).to(x.dtype)
 
 
 def backward_reduce(call: OpCall) -> tuple[torch.Tensor, ...]:
@@ -87,15 +86,13 @@ def backward_elemt(call: OpCall) -> torch.Tensor:
     of_mean = _per_channel(call["sum_dy"] / total, x)
     of_variance = _per_channel(call["sum_dy_xmu"] / total * call["invstd"] ** 2, x)
     centred = wide(x) - _per_channel(call["mean"], x)
-    of_input = (gradient - of_mean - centred * of_variance) * _per_channel(scale, x)
-    return of_input.to(x.dtype)
+    return ((gradient - of_mean - centred * of_variance) * _per_channel(scale, x)).to(x.dtype)
 
 
-_NORMALIZES = COPIES._replace(is_fusible=False)
 OPERATORS = {
     "batch_norm_stats": Row(READS_AND_WRITES, partial(_placed, stats)),
     "batch_norm_gather_stats_with_counts": Row(READS_AND_WRITES, partial(_placed, gather_stats)),
-    "batch_norm_elemt": Row(_NORMALIZES, partial(_placed, normalize)),
+    "batch_norm_elemt": Row(COPIES._replace(is_fusible=False), partial(_placed, normalize)),
     "batch_norm_backward_reduce": Row(READS_AND_WRITES, partial(_placed, backward_reduce)),
     "batch_norm_backward_elemt": Row(READS_AND_WRITES, partial(_placed, backward_elemt)),
 }

@@ -31,7 +31,6 @@ class DeviceRecord:
         machine.clock.timelines.append(self)
 
     def stop(self) -> None:
-        """Stop listening."""
         self._machine.clock.timelines.remove(self)
 
     def add(self, span: Span) -> None:

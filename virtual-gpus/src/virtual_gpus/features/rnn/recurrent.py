@@ -14,7 +14,6 @@ from functools import partial, wraps
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 from torch.overrides import handle_torch_function, has_torch_function
 
 from virtual_gpus.dispatch.measured_calls import KernelCall
@@ -148,7 +147,7 @@ class CudnnRnn(torch.autograd.Function):
         return results
 
     @staticmethod
-    @once_differentiable
+    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *gradients: Maybe) -> tuple[Maybe, ...]:
         """Gradients of all inputs. Raises as cuDNN does in evaluation mode."""
         call, (input, hx, cx, _, reserve, _, *params) = ctx.call, ctx.saved_tensors

@@ -9,7 +9,6 @@ from contextlib import ExitStack
 from typing import Any, NamedTuple, Self
 
 import torch
-from torch.autograd.graph import saved_tensors_hooks
 
 from virtual_gpus.clock.cost import READS_AND_WRITES
 from virtual_gpus.dispatch.half_precision import slow_types, wide
@@ -42,7 +41,6 @@ class Inputs(NamedTuple):
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """All of them."""
         return [t for t in (*self[:3], *self.params) if t is not None]
 
     def mapped(self, function: Callable[[torch.Tensor], torch.Tensor]) -> Self:
@@ -131,7 +129,7 @@ class RecurrentCall:
             # The program's saved-tensor hooks are kept away from the CPU's graph by others on top, which save outputs
             # without the node that saves them: it would keep itself alive.
             if torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
-                stack.enter_context(saved_tensors_hooks(torch.Tensor.detach, lambda tensor: tensor))
+                stack.enter_context(torch.autograd.graph.saved_tensors_hooks(torch.Tensor.detach, lambda saved: saved))
             if generator is not None:
                 stack.enter_context(drawing_from(generator))
             if self.net.output != self.net.hidden:  # the CPU warns that it has no fast way for projections

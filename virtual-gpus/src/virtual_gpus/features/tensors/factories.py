@@ -94,8 +94,7 @@ def new(self: torch.Tensor, *args: Any, device: Device = None, **kwargs: Any) ->
     The rules of torch/csrc/utils/tensor_new.cpp: integers and a torch.Size are sizes, a tensor or a storage is shared,
     other sequences are data. Raises TypeError for a tensor of another type.
     """
-    machine = active()
-    if machine is None or gpu_of(self) is None:
+    if active() is None or gpu_of(self) is None:
         return _raw_new(self, *args, **kwargs) if device is None else _raw_new(self, *args, device=device, **kwargs)
     device = self.device if device is None else as_device(device)
     first = args[0] if len(args) == 1 else None

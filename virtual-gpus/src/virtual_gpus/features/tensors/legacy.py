@@ -6,12 +6,9 @@ PyTorch makes them in C++ (torch/csrc/tensor/python_tensor.cpp), where each call
 from typing import Any
 
 import torch
-from torch.types import Device
 
 from virtual_gpus import errors
-from virtual_gpus.patches.table import Patch
-
-_raw_set_default = torch.set_default_tensor_type
+from virtual_gpus.patches.table import Patch, wrapped
 
 
 class LegacyType(type):
@@ -22,7 +19,7 @@ class LegacyType(type):
     def __instancecheck__(cls, instance: object) -> bool:
         return isinstance(instance, torch.Tensor) and instance.type() == f"{cls.__module__}.{cls.__name__}"
 
-    def __call__(cls, *args: Any, device: Device = None) -> torch.Tensor:
+    def __call__(cls, *args: Any, device: torch.types.Device = None) -> torch.Tensor:
         """A new tensor, of these sizes or with these values. `device` names another GPU."""
         device = "cuda" if device is None else device
         if all(isinstance(size, int) for size in args) or isinstance(args[0], torch.Size):
@@ -52,12 +49,12 @@ def is_cuda_type(kind: object) -> bool:
     return isinstance(kind, LegacyType) or (isinstance(kind, str) and kind.startswith("torch.cuda."))
 
 
-def set_default_tensor_type(t: str | type, /) -> None:
+def set_default_tensor_type(function: Any, t: str | type, /) -> None:
     """As PyTorch's, but for a CUDA type."""
     if is_cuda_type(t):
         instead = 'Use torch.set_default_dtype and torch.set_default_device("cuda").'
         raise errors.not_modelled("torch.set_default_tensor_type of a CUDA type", instead)
-    _raw_set_default(t)
+    function(t)
 
 
 def _names(owner: object) -> list[str]:
@@ -68,4 +65,4 @@ def patches() -> list[Patch]:
     sparse, instead = torch.cuda.sparse, "Use torch.sparse_coo_tensor."
     rows = [(torch.cuda, name, _legacy(name)) for name in _names(torch.cuda)]
     rows += [(sparse, name, errors.refusing(f"torch.cuda.sparse.{name}", instead)) for name in _names(sparse)]
-    return [*rows, (torch, "set_default_tensor_type", set_default_tensor_type)]
+    return rows + wrapped(torch, set_default_tensor_type)

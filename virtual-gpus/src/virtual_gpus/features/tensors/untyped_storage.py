@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.types import Device
 
 from virtual_gpus import errors
 from virtual_gpus.dispatch.mode import enter_thread
@@ -26,7 +25,7 @@ _written: set[str] = set()  # files that this process has saved with sizes only
 
 
 @entrance
-def __new__(cls: type, *args: Any, device: Device = None, **kwargs: Any) -> torch.UntypedStorage:
+def __new__(cls: type, *args: Any, device: torch.types.Device = None, **kwargs: Any) -> torch.UntypedStorage:
     """`UntypedStorage(size or bytes, device="cuda")`. Made on the CPU, since C++ would ask the driver for the GPU."""
     machine = active()
     if device is None or machine is None or torch.device(named(device)).type != "cuda":
@@ -70,7 +69,7 @@ def _gpu(storage: torch.UntypedStorage) -> VirtualGPU | None:
 
 
 @entrance
-def to(self: torch.UntypedStorage, *, device: Device, non_blocking: bool = False) -> torch.UntypedStorage:
+def to(self: torch.UntypedStorage, *, device: torch.types.Device, non_blocking: bool = False) -> torch.UntypedStorage:
     """A copy on `device` (torch.load uses this for map_location), or the storage itself when it is there."""
     device = torch.device(named(device))
     machine = active()
