@@ -10,10 +10,13 @@ from one number, as after `loss.sum()`. Sources: `contiguous` and `expect_contig
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 
-from virtual_gpus.dispatch.operators import OpCall
+from virtual_gpus.clock.cost import READS_AND_WRITES, moves
+from virtual_gpus.dispatch.half_precision import widened_if_refused
+from virtual_gpus.dispatch.operators import OpCall, Row
 from virtual_gpus.memory_model import reduction_scratch
 from virtual_gpus.placement.storages import CHANNELS_LAST, nbytes
 
@@ -68,3 +71,17 @@ def not_deterministic(kernel: str, only_if: Callable[[OpCall], bool] = lambda ca
     kernel: its name in CUDA's message. Source: the calls of `alertNotDeterministic` in aten/src/ATen/native/cuda, as
     they are in the CUDA libraries of 2.11 to 2.15. What the CPU's kernel refuses itself is not repeated."""
     return lambda call: torch._prims_common.alert_not_deterministic(kernel) if only_if(call) else None
+
+
+def row(
+    figures: dict[str, Any], time: str = "", either_order: str = "", channels_first: str = "", on_host: str = "",
+    refused: str = "", cpu: str = "",
+) -> Row:  # fmt: skip
+    """What `[rows]` in the figures of a feature says of an operator. time: the table for `moves`; without one, it reads
+    and writes its bytes. either_order, channels_first: inputs of which the kernel reads packed copies, with channels
+    last or first, or first. on_host: see `Row`. refused: its name, if it is `not_deterministic`. cpu: "no halves" if
+    it takes them, and the CPU's kernel takes none or one kind."""
+    copies, copy_of = (either_order, packed_copy) if either_order else (channels_first, channels_first_copy)
+    recipe = packed(*copies.split(), copy_of=copy_of) if copies else None
+    check, cpu_kernel = not_deterministic(refused) if refused else None, widened_if_refused if cpu else None
+    return Row(moves(**figures[time]) if time else READS_AND_WRITES, recipe, check, cpu_kernel, on_host.split())

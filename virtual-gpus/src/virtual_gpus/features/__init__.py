@@ -12,6 +12,7 @@ figures these tables, which are all that the package knows of it:
     ALLOCATES        functions that ask for GPU memory of one kind, each as a `timeline.peak.Allocator`
     TIMED            by the name in a row of `clock.measured` that is no operator: given its positional arguments, its
                      named ones and a device, what `measure` times
+    [rows]           by the base name of an operator: its row, if it needs no code, see `dispatch.recipes.row`
     [words]          by a regular expression for what errors of the CPU's kernels say: what CUDA's say, see errors.toml
     [autocast]       by what autocast does with them: names of operators, see autocast.toml
     check_settings(settings)  called when settings are made, to raise an error for one of the feature's
@@ -37,7 +38,7 @@ from types import ModuleType
 from typing import Any
 
 from virtual_gpus import errors, figures, settings
-from virtual_gpus.dispatch import operators, routes
+from virtual_gpus.dispatch import operators, recipes, routes
 from virtual_gpus.machine import VirtualMachine
 from virtual_gpus.patches import captured, table
 from virtual_gpus.timeline import peak
@@ -45,6 +46,7 @@ from virtual_gpus.timeline import peak
 MODULES: list[ModuleType] = [
     importlib.import_module(module.name) for module in pkgutil.walk_packages(__path__, f"{__name__}.")
 ]
+_FILES = [figures.read(str(path)) for path in sorted(Path(__file__).parent.rglob("*.toml"))]
 
 
 def _offered(name: str) -> list[Any]:
@@ -54,8 +56,7 @@ def _offered(name: str) -> list[Any]:
 
 def _beside(name: str) -> list[dict[str, str]]:
     """The tables of that name in the figures of the features."""
-    files = [figures.read(str(path)) for path in sorted(Path(__file__).parent.rglob("*.toml"))]
-    return [file[name] for file in files if name in file]
+    return [file[name] for file in _FILES if name in file]
 
 
 def _merged(tables: list[dict[Any, Any]]) -> dict[Any, Any]:
@@ -66,7 +67,8 @@ def _merged(tables: list[dict[Any, Any]]) -> dict[Any, Any]:
     return {key: value for table in tables for key, value in table.items()}
 
 
-operators.ROWS.update(_merged(_offered("OPERATORS")))
+_rows = [{name: recipes.row(file, **row) for name, row in file.get("rows", {}).items()} for file in _FILES]
+operators.ROWS.update(_merged([*_offered("OPERATORS"), *_rows]))
 operators.KINDS.update(_merged(_offered("KINDS")))
 operators.ROUTES.update(routes.ROUTES | _merged(_offered("ROUTES")))
 errors.WORDS.update(_merged(_beside("words")))

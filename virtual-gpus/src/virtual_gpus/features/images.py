@@ -4,9 +4,8 @@ aten/src/ATen/native/cuda, DilatedMaxPool2d.cu and its like."""
 import torch
 
 from virtual_gpus import figures
-from virtual_gpus.clock.cost import READS_AND_WRITES, OperatorClass, moves
+from virtual_gpus.clock.cost import READS_AND_WRITES, OperatorClass
 from virtual_gpus.clock.work import Cost, Operation
-from virtual_gpus.dispatch.half_precision import widened_if_refused
 from virtual_gpus.dispatch.operators import OpCall, Row
 from virtual_gpus.dispatch.recipes import channels_first_copy, not_deterministic, packed
 from virtual_gpus.placement.storages import StorageAllocation, nbytes, put
@@ -40,15 +39,6 @@ def _without_cudnn(call: OpCall) -> bool:
     return not (mode_fits and input_fits and torch._C._get_cudnn_enabled())
 
 
-def _row(either_order: str = "", channels_first: str = "", refused: str = "", cpu_lacks: str = "") -> Row:
-    """The row of an operator that reads and writes its bytes, from one of `[rows]` in images.toml."""
-    recipe = packed(*either_order.split()) if either_order else None
-    if channels_first:
-        recipe = packed(*channels_first.split(), copy_of=channels_first_copy)
-    check = not_deterministic(refused) if refused else None
-    return Row(READS_AND_WRITES, recipe, check, cpu_kernel=widened_if_refused if cpu_lacks else None)
-
-
 def unfolded(call: OpCall) -> torch.Tensor:
     """CUDA first makes the result as large as the input. It keeps that block if it fits (Im2Col.cu, Col2Im.cu)."""
     copy, size = channels_first_copy(call["self"]), nbytes(call["self"])
@@ -66,8 +56,6 @@ _MAX_POOL_BACKWARD = OperatorClass(_max_pool_backward_cost, depends_on_strides=T
 _GRID_SAMPLER = not_deterministic("grid_sampler_2d_backward_cuda", _without_cudnn)
 _ROLLS = OperatorClass(_roll_cost, arguments=("dims",))
 OPERATORS = {
-    **{name: _row(**row) for name, row in _FITTED["rows"].items()},
-    "max_pool2d_with_indices": Row(moves(**_FITTED["max_pool"]), packed("self")),
     "max_pool2d_with_indices_backward": Row(_MAX_POOL_BACKWARD, packed("grad_output", "self")),
     "roll": Row(_ROLLS, roll),
     **dict.fromkeys(("im2col", "col2im"), Row(READS_AND_WRITES, unfolded)),

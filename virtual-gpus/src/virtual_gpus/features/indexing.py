@@ -213,7 +213,6 @@ OPERATORS = {
     "index_fill": Row(_FILLS),
     "index_fill_": Row(_FILLS, on_host={"index"}),  # x[i] = 5, where C++ sees CPU tensors; on CUDA it is index_put_
     "repeat_interleave": Row(_REPEATS, repeat_interleave, size_is_known=lambda call: call["output_size"] is not None),
-    "tensor_split": Row(READS_AND_WRITES, on_host={"tensor_indices_or_sections"}),
     **dict.fromkeys(("index_select", "gather", "take"), Row(cost.TAKES)),
     "index_copy": Row(_COPIES),
     **dict.fromkeys(("index_add", "scatter_add"), Row(_ADDS, refuses_mixtures=True)),

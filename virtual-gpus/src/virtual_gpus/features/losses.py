@@ -11,7 +11,6 @@ from virtual_gpus import figures
 from virtual_gpus.arithmetic import ceil_div
 from virtual_gpus.clock.cost import READS_AND_WRITES, OperatorClass, bytes_of
 from virtual_gpus.clock.work import Cost, Operation
-from virtual_gpus.dispatch.half_precision import widened_if_refused
 from virtual_gpus.dispatch.operators import OpCall, Row
 from virtual_gpus.dispatch.recipes import channels_first_copy, not_deterministic, packed, packed_copies, take_buffers
 from virtual_gpus.patches.table import Patch
@@ -89,8 +88,6 @@ def ctc_loss(log_probs: Any, targets: Any, input_lengths: Any, target_lengths: A
     return _raw_ctc_loss(log_probs, targets, *lengths, *args, **kwargs)
 
 
-_WITHOUT_HALVES = """multi_margin_loss multi_margin_loss_backward multilabel_margin_loss_forward
-    multilabel_margin_loss_backward rrelu_with_noise rrelu_with_noise_ rrelu_with_noise_backward"""  # on the CPU
 _PICKS = OperatorClass(_nll_cost, arguments=("grad_output",))
 _OF_IMAGES = not_deterministic("nll_loss2d_forward_out_cuda_template", lambda call: call["reduction"] != _NO_REDUCTION)
 OPERATORS = {
@@ -100,11 +97,9 @@ OPERATORS = {
     "nll_loss2d_backward": Row(_PICKS, nll_loss_of_images),
     **dict.fromkeys(("mse_loss", "smooth_l1_loss", "soft_margin_loss"), Row(READS_AND_WRITES, reduced_in_place)),
     "binary_cross_entropy": Row(READS_AND_WRITES, reduced_in_place, refuses_mixtures=True),
-    **dict.fromkeys(_WITHOUT_HALVES.split(), Row(READS_AND_WRITES, cpu_kernel=widened_if_refused)),
     "huber_loss": Row(READS_AND_WRITES, reduced),
     "log_sigmoid_forward": Row(READS_AND_WRITES, log_sigmoid),
     "binary_cross_entropy_with_logits": Row(READS_AND_WRITES, with_logits),
-    "_ctc_loss": Row(READS_AND_WRITES, on_host={"input_lengths", "target_lengths"}),
     "_ctc_loss_backward": Row(READS_AND_WRITES, lambda call: call.run(nbytes(call["log_alpha"])),  # log_beta
                               not_deterministic("ctc_loss_backward_gpu")),
 }  # fmt: skip

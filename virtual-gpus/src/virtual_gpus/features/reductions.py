@@ -14,7 +14,7 @@ from virtual_gpus.clock.cost import CHARGED_ELSEWHERE, READS_AND_WRITES, REDUCTI
 from virtual_gpus.clock.work import Cost, Operation
 from virtual_gpus.dispatch.half_precision import HALVES
 from virtual_gpus.dispatch.operators import OpCall, Row
-from virtual_gpus.dispatch.recipes import channels_first, channels_first_copy, take_buffers
+from virtual_gpus.dispatch.recipes import channels_first_copy, take_buffers
 from virtual_gpus.threads import seen
 
 _FITTED = figures.beside(__file__)
@@ -116,7 +116,6 @@ def _reduction_cost(operation: Operation) -> Cost:
 
 
 _REDUCES, _SCAN = OperatorClass(_reduction_cost), moves(**_FITTED["scan"])
-_INDEXED_SCANS = ("cummax", "cummin", "logcumsumexp", "_cummax_helper", "_cummin_helper", "_logcumsumexp")
 OPERATORS = {
     **dict.fromkeys(("sum", "mean", "prod", "nansum"), Row(_REDUCES, total)),
     **dict.fromkeys(("linalg_vector_norm", "linalg__powsum", "norm"), Row(_REDUCES, partial(total, of_norm=True))),
@@ -130,7 +129,6 @@ OPERATORS = {
     "trace": Row(CHARGED_ELSEWHERE, trace),
     "count_nonzero": Row(CHARGED_ELSEWHERE, count_nonzero),
     **dict.fromkeys(("cumsum", "cumprod"), Row(_SCAN, scan)),
-    **dict.fromkeys(_INDEXED_SCANS, Row(_SCAN, channels_first("self"))),
     "equal": Row(CHARGED_ELSEWHERE, partial(compared, torch.eq), waits=True),
     "allclose": Row(CHARGED_ELSEWHERE, partial(compared, torch.isclose), waits=True),
 }

@@ -13,7 +13,7 @@ from virtual_gpus import figures
 from virtual_gpus.clock.cost import READS_AND_WRITES, SORT, OperatorClass, moves
 from virtual_gpus.clock.work import Cost, Operation
 from virtual_gpus.dispatch.operators import OpCall, Row
-from virtual_gpus.dispatch.recipes import channels_first, channels_first_copy, not_deterministic, packed_copies
+from virtual_gpus.dispatch.recipes import channels_first_copy, not_deterministic, packed_copies
 from virtual_gpus.dispatch.timing import charge_read
 from virtual_gpus.placement.storages import StorageAllocation, nbytes, put
 from virtual_gpus.threads import below, seen
@@ -157,7 +157,6 @@ OPERATORS = {
     **dict.fromkeys(("sort", "argsort"), Row(_SORTS, sort)),
     "topk": Row(_SORTS, topk),
     **dict.fromkeys(("median", "nanmedian"), Row(_MEDIANS, median, _MEDIAN)),
-    **dict.fromkeys(("kthvalue", "mode"), Row(READS_AND_WRITES, channels_first("self"))),
     **dict.fromkeys(("searchsorted", "bucketize"), Row(READS_AND_WRITES, all_packed)),
     "_unique2": Row(_SORTS, unique),
     "unique_dim": Row(_SORTS),
