@@ -93,15 +93,11 @@ def test_an_unmodified_package_that_spawns(tmp_path):
     assert done.stdout == "in a rank cuda:1\n"
 
 
-@pytest.mark.parametrize(
-    ("set_already", "found"),
-    [
-        ({"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}, interface()),
-        ({"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}, {}),
-        ({"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "GLOO_SOCKET_IFNAME": "eth9"}, {"GLOO_SOCKET_IFNAME": "eth9"}),
-        ({}, {}),
-    ],
-)
+ALL_HERE, ASKED = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}, {"GLOO_SOCKET_IFNAME": "eth9"}
+RANKS = [(ALL_HERE, interface()), (ALL_HERE | {"WORLD_SIZE": "4"}, {}), (ALL_HERE | ASKED, ASKED), ({}, {})]
+
+
+@pytest.mark.parametrize(("set_already", "found"), RANKS)
 def test_gloo_stays_on_this_machine_if_all_ranks_are_here(set_already, found, tmp_path, monkeypatch):
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     (tmp_path / "say.py").write_text("import os; print(os.environ.get('GLOO_SOCKET_IFNAME'))")

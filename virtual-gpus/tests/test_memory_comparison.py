@@ -80,7 +80,6 @@ def test_a_card_is_compared_with_its_kind_or_the_next_older():
 def test_a_step_asks_for_the_same_blocks_in_the_same_order_as_on_the_h200(case):
     """Every allocation of the second step: bytes, rounded up to 512, order, and how long the block lives."""
     real = memory_trace.requests(memory_trace.real_events(case))
-    virtual = measure.on_virtual_gpu(
-        lambda: memory_trace.virtual_events(case), measure.load("steps.json")["meta"]["torch"]
-    )
+    version = measure.load("steps.json")["meta"]["torch"]
+    virtual = measure.on_virtual_gpu(lambda: memory_trace.virtual_events(case), version)
     assert [block[:2] for block in memory_trace.requests(virtual)] == [block[:2] for block in real]

@@ -25,12 +25,8 @@ def test_the_page_was_made_from_the_stored_results():
 
 
 def test_the_witness_lets_a_gpu_draw_what_the_cpu_would(tmp_path):
-    lines = (
-        "import sys, torch",
-        "ones = torch.ones(99, device=sys.argv[1])",
-        "print(torch.nn.Dropout()(ones).tolist(), torch.rand(9))",
-    )
-    (tmp_path / "program.py").write_text("\n".join(lines))
+    draws = "print(torch.nn.Dropout()(torch.ones(99, device=sys.argv[1])).tolist(), torch.rand(9))"
+    (tmp_path / "program.py").write_text(f"import sys, torch\n{draws}\n")
     environment = os.environ | {"PYTHONPATH": str(WITNESS), "OUTSIDE_DRAWS": "1", "OUTSIDE_LOSSES": ""}
     command = [sys.executable, "-m", "virtual_gpus", "--gpus", "1", tmp_path / "program.py"]
     on_the_cpu, on_a_gpu = (subprocess.check_output([*command, name], env=environment) for name in ("cpu", "cuda"))

@@ -50,10 +50,7 @@ def test_operators_that_only_move_their_bytes_are_near_the_kernels_of_the_h200()
 
 @pytest.mark.parametrize("op", sorted({entry["op"] for entry in timing.measure.load("ops.json")}))
 def test_an_operator_or_copy_takes_the_h200s_time_at_each_size(op):
-    errors = {
-        f"{op} of {size} {dtype}": timing.error(measured, modelled)
-        for name, dtype, size, measured, modelled in operators()
-        if name == op
-    }
+    rows = [row for name, *row in operators() if name == op]
+    errors = {f"{op} of {size} {dtype}": timing.error(measured, modelled) for dtype, size, measured, modelled in rows}
     assert errors
     assert {case: error for case, error in errors.items() if abs(error) > timing.OPERATORS_EACH} == {}

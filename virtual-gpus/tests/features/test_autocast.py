@@ -28,9 +28,8 @@ KEY = torch._C.DispatchKey.AutocastCUDA
 def all_as_before():
     def state():
         included = torch._C._dispatch_tls_local_include_set().has(KEY)
-        return included, torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda"), [
-            torch._C._dispatch_dump(f"aten::{name}") for name in ("linear", "softmax.int", "norm.Scalar", "dot")
-        ]  # fmt: skip
+        kernels = [torch._C._dispatch_dump(f"aten::{name}") for name in ("linear", "softmax.int", "norm.Scalar", "dot")]
+        return included, torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda"), kernels
 
     before = state()
     yield

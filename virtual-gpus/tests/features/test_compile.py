@@ -14,9 +14,7 @@ from virtual_gpus.gpus import spec
 LINE = "virtual GPUs: torch.compile compiles nothing for a GPU; the program runs as it is\n"
 COMPILE = {
     "mode": lambda net: torch.compile(net, mode="reduce-overhead", fullgraph=True),
-    "a backend of one's own": lambda net: torch.compile(
-        net, backend=lambda graph, inputs: pytest.fail("A backend was called.")
-    ),
+    "a backend of one's own": lambda net: torch.compile(net, backend=lambda *_: pytest.fail("A backend was called.")),
     "module.compile": lambda net: net.compile(dynamic=True) or net,
 }
 

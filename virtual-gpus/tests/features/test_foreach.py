@@ -16,11 +16,9 @@ pytestmark = pytest.mark.usefixtures("workspaces_given_back", "gpus")
 GPUS = {"count": 3, "memory": "16 GiB"}
 SPECIAL = {"LBFGS", "SparseAdam"}  # the first has no operator of its own, the second is in PROGRAMS below
 NEEDS_MATRICES = {"Muon"}  # refuses parameters that are not 2-D
-OPTIMIZERS = {
-    name: value
-    for name, value in vars(torch.optim).items()
-    if inspect.isclass(value) and issubclass(value, torch.optim.Optimizer) and name not in ("Optimizer", *SPECIAL)
-}
+CLASSES = {name: kind for name, kind in vars(torch.optim).items() if inspect.isclass(kind)}
+KINDS = {name: kind for name, kind in CLASSES.items() if issubclass(kind, torch.optim.Optimizer)}
+OPTIMIZERS = {name: kind for name, kind in KINDS.items() if name not in ("Optimizer", *SPECIAL)}
 
 
 def accepted(name):
