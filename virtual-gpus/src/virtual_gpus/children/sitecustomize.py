@@ -26,9 +26,8 @@ def _run_the_next() -> None:
 
 def _import_package() -> None:
     if importlib.util.find_spec("virtual_gpus") is None:  # the parent had it from a path of its own
-        spec = importlib.util.spec_from_file_location(
-            "virtual_gpus", os.path.join(_PACKAGE, "__init__.py"), submodule_search_locations=[_PACKAGE]
-        )
+        file = os.path.join(_PACKAGE, "__init__.py")
+        spec = importlib.util.spec_from_file_location("virtual_gpus", file, submodule_search_locations=[_PACKAGE])
         assert spec is not None and spec.loader is not None
         sys.modules["virtual_gpus"] = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(sys.modules["virtual_gpus"])

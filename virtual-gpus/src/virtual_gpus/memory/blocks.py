@@ -226,7 +226,5 @@ class StreamWaits:
         self.recorded = {address: streams for address, streams in self.recorded.items() if address in live}
         due = Counter(address for queue in self._queues.values() for _, address in queue)
         self.waiting = {address: (block, due[address]) for address, (block, _) in self.waiting.items() if due[address]}
-        self._queues = {
-            stream: deque(entry for entry in queue if entry[1] in self.waiting)
-            for stream, queue in self._queues.items()
-        }
+        for stream, queue in self._queues.items():
+            self._queues[stream] = deque(entry for entry in queue if entry[1] in self.waiting)

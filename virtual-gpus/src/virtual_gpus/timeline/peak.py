@@ -211,9 +211,8 @@ class AllocatorLog(PeakLog):
         for outermost in reversed(called):  # DataParallel's replicas are not modules of it
             if called[0] in self._names:
                 break
-            self._names.update(
-                (module, _NUMBER.sub(".*", f".{name}")[1:]) for name, module in outermost.named_modules()
-            )
+            named = ((module, _NUMBER.sub(".*", f".{name}")[1:]) for name, module in outermost.named_modules())
+            self._names.update(named)
         return self._names.get(called[0]) or type(called[0]).__name__
 
     def _stack(self) -> Iterator[tuple[str, str]]:

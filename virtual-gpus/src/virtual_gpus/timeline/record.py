@@ -111,12 +111,9 @@ class Timeline:
     def spans(self) -> list[Span]:
         """All work in the order of issue: GPU (its index, or None for the host), lane, start, end, kind, name."""
         _, began = self.seconds, self._began  # the first raises before the end
-        index = {gpu.slot: gpu.index for gpu in self._machine.gpus}
-        return [
-            s._replace(gpu=None if s.gpu is None else index[s.gpu], start=s.start - began, end=s.end - began)
-            for s in self._raw
-            if s.gpu is None or s.gpu in index
-        ]
+        index = {None: None} | {gpu.slot: gpu.index for gpu in self._machine.gpus}
+        visible = (s for s in self._raw if s.gpu in index)
+        return [s._replace(gpu=index[s.gpu], start=s.start - began, end=s.end - began) for s in visible]
 
     def busy_seconds(self, gpu: int, copies: bool = False) -> float:
         """Seconds in which a GPU ran kernels, or with `copies` also copies: see `timeline.spans.busy_seconds`."""

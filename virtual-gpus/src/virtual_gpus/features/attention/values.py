@@ -39,10 +39,8 @@ class Numbers:
             *parts, bias = map(wide, parts) if query.dtype in slow_types() else parts
             out, lse = _fused(*parts, 0.0, self.causal, attn_mask=bias, scale=self.scale)
             return out if out.dtype is query.dtype else out.to(query.dtype), lse
-        parts = [
-            self._weights(q, k, b, m)[0] @ wide(v) * self._kept_scale
-            for q, k, v, b, m in zip(query, key, value, self._biases(), self._masks(seed), strict=True)
-        ]
+        samples = zip(query, key, value, self._biases(), self._masks(seed), strict=True)
+        parts = [self._weights(q, k, b, m)[0] @ wide(v) * self._kept_scale for q, k, v, b, m in samples]
         shape = (*query.shape[:3], value.shape[3])
         return torch.stack(parts).to(query.dtype) if parts else query.new_empty(shape), None
 

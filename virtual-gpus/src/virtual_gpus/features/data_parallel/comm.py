@@ -47,10 +47,8 @@ def _broadcast_coalesced(tensors: list[torch.Tensor], devices: list[int], buffer
     for chunk in _chunks([t for t in tensors if not t.is_sparse], buffer_size):
         for by_id, pieces in zip(copies, _sent(chunk, gpus[1:]), strict=True):
             by_id.update(zip(map(id, chunk), pieces, strict=True))
-    return [list(tensors)] + [
-        [move(t, gpu) if t.is_sparse else by_id[id(t)] for t in tensors]
-        for by_id, gpu in zip(copies, gpus[1:], strict=True)
-    ]
+    pairs = zip(copies, gpus[1:], strict=True)
+    return [tensors, *([move(t, gpu) if t.is_sparse else by_id[id(t)] for t in tensors] for by_id, gpu in pairs)]
 
 
 def _chunks(tensors: list[torch.Tensor], limit: int) -> Iterator[list[torch.Tensor]]:

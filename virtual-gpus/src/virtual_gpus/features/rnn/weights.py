@@ -106,7 +106,5 @@ def flatten_parameters(self: Any) -> None:
 
 
 def patches() -> list[Patch]:
-    return [
-        (torch.nn.RNNBase, "flatten_parameters", flatten_parameters),
-        (torch.backends.cudnn, "is_acceptable", is_acceptable),
-    ]
+    rows: list[Patch] = [(torch.nn.RNNBase, "flatten_parameters", flatten_parameters)]
+    return [*rows, (torch.backends.cudnn, "is_acceptable", is_acceptable)]

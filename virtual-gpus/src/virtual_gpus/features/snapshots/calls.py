@@ -88,9 +88,8 @@ def _cuda_memorySnapshot(request: tuple[Any, ...] | None = None) -> _Facts:
 
 def _as_dictionary(segments: list[tuple[Recorder, _Facts]], traces: list[list[Entry]]) -> _Facts:
     origins = [(segment, recorder.segment_origin(segment["address"])) for recorder, segment in segments]
-    origins += [
-        (b, recorder.origin(b["address"])) for recorder, s in segments for b in s["blocks"] if b["requested_size"]
-    ]
+    used = [(recorder, block) for recorder, s in segments for block in s["blocks"] if block["requested_size"]]
+    origins += [(block, recorder.origin(block["address"])) for recorder, block in used]
     frames = stacks.named([*(stack for _, stack in origins), *(entry.stack for trace in traces for entry in trace)])
     for facts, stack in origins:
         facts["frames"] = frames.get(id(stack), [])
