@@ -78,15 +78,3 @@ def _in_float32(func: torch._ops.OpOverload, rounded: int | None, args: Any, opt
     if rounded is not None:
         return *(part.to(dtype) for part in result[:rounded]), *result[rounded:]
     return tree_map_only(torch.Tensor, methodcaller("to", dtype), result)
-
-
-def softmax_of_halves(func: torch._ops.OpOverload) -> Callable[..., torch.Tensor]:
-    """A softmax that takes halves to floats, or its gradient, from floats to halves. The CPU's kernels refuse both."""
-
-    def run(tensor: torch.Tensor, *others: Any, **out: torch.Tensor) -> torch.Tensor:
-        if others[-1] is True:  # `half_to_float`
-            return func._op(tensor.float(), *others[:-1], False)
-        narrows = others[-1] is torch.float16 and tensor.dtype is torch.float32  # `input_dtype`
-        return func._op(tensor, *others[:-1], tensor.dtype).half() if narrows else func._op(tensor, *others, **out)
-
-    return run

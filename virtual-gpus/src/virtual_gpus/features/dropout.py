@@ -28,8 +28,7 @@ def native_dropout(call: OpCall) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def patches() -> list[Patch]:
-    """See `features`. torch.nn.functional calls dropout through torch._VF."""
-    return [(torch, "dropout", dropout), (torch._VF, "dropout", dropout)]
+    return [(torch, "dropout", dropout), (torch._VF, "dropout", dropout)]  # torch.nn.functional calls the second
 
 
 OPERATORS = {"native_dropout": Row(READS_AND_WRITES, native_dropout)}

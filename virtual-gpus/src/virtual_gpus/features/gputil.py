@@ -33,7 +33,6 @@ def _no_library(flags: int) -> None:
 
 
 def patches() -> list[Patch]:
-    """See `features`. No rows without these libraries."""
     nvml = sys.modules.get("pynvml")
     rows: list[Patch] = [(nvml, "nvmlInitWithFlags", _no_library)] if hasattr(nvml, "nvmlInitWithFlags") else []
     try:

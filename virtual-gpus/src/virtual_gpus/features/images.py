@@ -54,10 +54,9 @@ def unfolded(call: OpCall) -> torch.Tensor:
 
 _MAX_POOL_BACKWARD = OperatorClass(_max_pool_backward_cost, depends_on_strides=True)
 _GRID_SAMPLER = not_deterministic("grid_sampler_2d_backward_cuda", _without_cudnn)
-_ROLLS = OperatorClass(_roll_cost, arguments=("dims",))
 OPERATORS = {
     "max_pool2d_with_indices_backward": Row(_MAX_POOL_BACKWARD, packed("grad_output", "self")),
-    "roll": Row(_ROLLS, roll),
+    "roll": Row(OperatorClass(_roll_cost, arguments=("dims",)), roll),
     **dict.fromkeys(("im2col", "col2im"), Row(READS_AND_WRITES, unfolded)),
     "grid_sampler_2d_backward": Row(READS_AND_WRITES, check=_GRID_SAMPLER),
 }

@@ -1,4 +1,4 @@
-"""Losses on CUDA: memory, time and what is refused of each (aten/src/ATen/native/Loss.cpp, Activation.cpp). `mse_loss`
+"""Losses on CUDA: memory, time and what is refused of each (aten/src/ATen/native/Loss.cpp). `mse_loss`
 and `smooth_l1_loss` reduce into the storage that was made for the loss of every element: the scalar keeps all of it
 alive. Their meta kernels make a small one, so with shapes only the size must be put right."""
 
@@ -21,9 +21,6 @@ _NO_REDUCTION = 0  # at::Reduction::None
 _LOSS_THREADS = 32  # NLL_LOSS_THREADS in cuda/Loss.cu
 _IMAGE_THREADS, _SHARE = 1024, 128  # CUDA_NUM_THREADS, and what divides blocks_per_sample in cuda/NLLLoss2d.cu
 _raw_ctc_loss: Any = torch.ctc_loss
-# Else autograd takes it apart for meta tensors, and for no others. A product has its form. `torch.library` refuses it.
-_library = torch._C._dispatch_library("IMPL", "aten", "Meta")
-_library.impl("mish_backward", "Meta", torch.mul)
 
 
 def nll_loss_of_images(call: OpCall) -> torch.Tensor | tuple[torch.Tensor, ...]:
@@ -63,13 +60,6 @@ def reduced(call: OpCall) -> torch.Tensor:
         return call.run()
 
 
-def log_sigmoid(call: OpCall) -> tuple[torch.Tensor, torch.Tensor]:
-    """The CPU keeps exp(-|x|) for backward; CUDA computes it anew and keeps an empty buffer."""
-    result, buffer = call.compute()
-    put(buffer, StorageAllocation(call.gpu, 0))
-    return call.place(result), buffer
-
-
 def with_logits(call: OpCall) -> torch.Tensor:
     """binary_cross_entropy_with_logits: log-sigmoid, the loss per element and a scaled copy, then the reduction."""
     size = nbytes(call["self"])
@@ -98,7 +88,6 @@ OPERATORS = {
     **dict.fromkeys(("mse_loss", "smooth_l1_loss", "soft_margin_loss"), Row(READS_AND_WRITES, reduced_in_place)),
     "binary_cross_entropy": Row(READS_AND_WRITES, reduced_in_place, refuses_mixtures=True),
     "huber_loss": Row(READS_AND_WRITES, reduced),
-    "log_sigmoid_forward": Row(READS_AND_WRITES, log_sigmoid),
     "binary_cross_entropy_with_logits": Row(READS_AND_WRITES, with_logits),
     "_ctc_loss_backward": Row(READS_AND_WRITES, lambda call: call.run(nbytes(call["log_alpha"])),  # log_beta
                               not_deterministic("ctc_loss_backward_gpu")),

@@ -50,9 +50,8 @@ OPERATORS = {name.partition(".")[0]: Row(READS_AND_WRITES, check=_refuse_kernel)
 
 
 def patches() -> list[Patch]:
-    """See `features`. A name that this PyTorch version lacks gives no row."""
     listed = [(path, name) for path, names in _LISTS["names"].items() if path in sys.modules for name in names.split()]
-    there = [(path, name) for path, name in listed if name in vars(sys.modules[path])]
+    there = [(path, name) for path, name in listed if name in vars(sys.modules[path])]  # not every version has all
     rows = [_refuse(sys.modules[path], name, f"{path}.{name}") for path, name in there]
     # The attributes of the manager are those of the current GPU's cache, which it asks for in this way.
     plans = errors.refusing("torch.backends.cuda.cufft_plan_cache")

@@ -127,5 +127,4 @@ def _on_each_rank(gpu: VirtualGPU, input: Any, shape: Shape, weight: Any, eps: E
 
 
 def patches() -> list[Patch]:
-    """See `features`. torch.nn.functional calls torch.rms_norm."""
-    return [(torch, "rms_norm", rms_norm)]
+    return [(torch, "rms_norm", rms_norm)]  # which torch.nn.functional calls

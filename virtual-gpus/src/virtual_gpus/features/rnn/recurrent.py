@@ -247,6 +247,5 @@ TIMED = {name: partial(_timed, bool(backward)) for backward, name in enumerate(_
 
 
 def patches() -> list[Patch]:
-    """See `features`. torch._VF finds its functions by __getattr__: an attribute of its own comes first."""
     functions = [(name, _replacement(name)) for name in ("lstm", "gru", "rnn_tanh", "rnn_relu")]
-    return [(owner, name, f) for name, f in functions for owner in (torch, torch._VF)]
+    return [(owner, name, f) for name, f in functions for owner in (torch, torch._VF)]  # before its __getattr__

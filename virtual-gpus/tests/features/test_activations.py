@@ -1,4 +1,4 @@
-"""Softmax: one kernel also from half types into float32, and what its gradient takes."""
+"""Activations: softmax is one kernel also from half types into float32, and what gradients take."""
 
 from functools import partial
 from itertools import product
@@ -23,3 +23,7 @@ def test_a_softmax_of_halves_in_floats_is_one_kernel_and_its_backward_takes_a_pr
             same(*torch.autograd.grad(one, x, given), *torch.autograd.grad(other, copy, gradient))
     with torch.autocast("cuda", torch.float16):
         assert sizes_of(lambda: copy.softmax(axis=-1)) == sizes_of(lambda: F.log_softmax(copy, -1)) == [2 * size]
+
+
+def test_a_log_sigmoid_keeps_nothing_for_its_gradient(gpu):
+    assert sizes_of(lambda: F.logsigmoid(torch.zeros(1000, 1000, device=gpu, requires_grad=True)))[1:] == [4_000_256]
