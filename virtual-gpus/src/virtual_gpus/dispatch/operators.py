@@ -280,16 +280,20 @@ class OpCall:
         if self.op.changes_size:  # `place` does both, but its call costs
             self.place(result)
         if then:
-            with self.scratch(*then):
-                pass
+            scratch(self.gpu, *then)
         return result
+
+    def run_with(self, *held: int) -> Any:
+        """`run`, with `scratch` that CUDA takes before the results, and keeps until the kernel is done."""
+        with self.scratch(*held):
+            return self.run()
 
     def compute_into(self, tensor: torch.Tensor) -> torch.Tensor:
         """Compute what CUDA writes into `tensor`, and PyTorch here does not. The result takes its block over."""
         return put(self.compute(), tensor.untyped_storage()._record)  # type: ignore  # see `record_of`
 
     def scratch(self, *sizes: int) -> scratch:
-        """Blocks that CUDA's kernel takes on the way, in order: `with call.scratch(nbytes):`. Raises OutOfMemory."""
+        """Blocks that CUDA's kernel takes on the way, as `storages.scratch` says. Raises OutOfMemory."""
         return scratch(self.gpu, *sizes)
 
     # ---- kernels ----

@@ -56,14 +56,12 @@ def take_buffers(call: OpCall, tensor: torch.Tensor, partial_bytes: int) -> None
     dims, spec, strides = (dims,) if isinstance(dims, int) else dims, call.gpu.spec, tensor.stride()
     sizes = reduction_scratch(tensor.shape, spec, dims, strides=strides, partial_bytes=partial_bytes, threads=threads)
     if any(sizes):  # of few numbers there are none
-        with call.scratch(*filter(None, sizes)):
-            pass
+        call.scratch(*sizes)
 
 
 def radix_sort(call: OpCall, count: int, size: int) -> None:
     """Have buffers of `count` keys and values: the positions to sort along, and second copies of both."""
-    with call.scratch(count * size, 2 * count * size):
-        pass
+    call.scratch(count * size, 2 * count * size)
 
 
 def not_deterministic(kernel: str, only_if: Callable[[OpCall], bool] = lambda call: True) -> Callable[[OpCall], None]:

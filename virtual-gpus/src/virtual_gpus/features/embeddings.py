@@ -30,8 +30,7 @@ def embedding_backward(call: OpCall) -> torch.Tensor:
     if "sparse" in call.op.positions and call["sparse"]:
         return call.run()
     if call["mode"] == _MAX if bags else count <= _INDICES_WALKED and not by_frequency:
-        with call.scratch(*copies):
-            return call.run()
+        return call.run_with(*copies)
     sorted_indices = places = nbytes(indices)
     with call.scratch(*copies, sorted_indices, places, nbytes(indices) if by_frequency else 0):
         radix_sort(call, count, size)

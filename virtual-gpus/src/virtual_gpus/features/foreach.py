@@ -171,8 +171,7 @@ def norms(call: OpCall) -> Any:
     if not (call.on_one_gpu and call["ord"] in (1, 2, inf) and all(part.is_floating_point() for part in tensors)):
         return call.compute()
     chunks = ceil_div(max(part.numel() for part in tensors), _CHUNK)
-    with call.scratch(len(tensors) * chunks * max(4, dtype.itemsize)):
-        return call.place(call.compute())
+    return call.run_with(len(tensors) * chunks * max(4, dtype.itemsize))
 
 
 _LISTS = OperatorClass(_lists, False, arguments=("grad_scale",))

@@ -22,8 +22,7 @@ def _max_pool_backward_cost(operation: Operation) -> Cost:
 def roll(call: OpCall) -> torch.Tensor:
     """Along several dimensions CUDA rolls one after the other, each with a result (cuda/TensorTransformations.cu)."""
     further = [nbytes(call["self"])] * (len(call["dims"]) - 1)
-    with call.scratch(*further):
-        return call.run(0 if further else channels_first_copy(call["self"]))
+    return call.run_with(*further) if further else call.run(channels_first_copy(call["self"]))
 
 
 def _roll_cost(operation: Operation) -> Cost:

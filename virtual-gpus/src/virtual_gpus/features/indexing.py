@@ -52,8 +52,7 @@ def _gpu_of_index(call: OpCall, index: torch.Tensor) -> VirtualGPU | None:
 
 def index(call: OpCall) -> torch.Tensor:
     """CUDA makes copies of the indices before the result."""
-    with call.scratch(*_make_indices(call)):
-        return call.run()
+    return call.run_with(*_make_indices(call))
 
 
 def index_put(call: OpCall) -> torch.Tensor:
@@ -84,8 +83,7 @@ def masked_scatter(call: OpCall) -> torch.Tensor:
 
 def repeat_interleave(call: OpCall) -> torch.Tensor:
     """CUDA first computes where the copies of each element end (aten/src/ATen/native/Repeat.h)."""
-    with call.scratch(8 * call["repeats"].numel()):
-        return call.run()
+    return call.run_with(8 * call["repeats"].numel())
 
 
 def _make_indices(call: OpCall) -> list[int]:

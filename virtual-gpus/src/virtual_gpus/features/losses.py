@@ -56,8 +56,7 @@ def reduced_in_place(call: OpCall) -> torch.Tensor:
 
 def reduced(call: OpCall) -> torch.Tensor:
     """A loss per element, then its sum or mean in a storage of its own."""
-    with call.scratch(nbytes(call["self"]) if call["reduction"] != _NO_REDUCTION else 0):
-        return call.run()
+    return call.run_with(nbytes(call["self"]) if call["reduction"] != _NO_REDUCTION else 0)
 
 
 def with_logits(call: OpCall) -> torch.Tensor:

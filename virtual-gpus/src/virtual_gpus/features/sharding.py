@@ -62,8 +62,7 @@ def chunk_cat(call: OpCall) -> torch.Tensor:
         padded = math.prod(_padded_shape(tensor.shape, dim, chunks))
         if padded != tensor.numel():
             copies.append(padded * (wanted if mixed else tensor.dtype).itemsize)
-    with call.scratch(*copies):
-        return call.run()
+    return call.run_with(*copies)
 
 
 def _padded_shape(shape: Sequence[int], dim: int, chunks: int) -> list[int]:

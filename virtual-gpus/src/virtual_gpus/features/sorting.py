@@ -10,26 +10,28 @@ from typing import Any
 import torch
 
 from virtual_gpus import figures
-from virtual_gpus.clock.cost import READS_AND_WRITES, SORT, OperatorClass, moves
+from virtual_gpus.clock.cost import CHARGED_ELSEWHERE, READS_AND_WRITES, SORT, OperatorClass, moves
 from virtual_gpus.clock.work import Cost, Operation
 from virtual_gpus.dispatch.operators import OpCall, Row
 from virtual_gpus.dispatch.recipes import channels_first_copy, not_deterministic, packed_copies
-from virtual_gpus.dispatch.timing import charge_read
+from virtual_gpus.dispatch.timing import charge_read, launch
 from virtual_gpus.placement.storages import StorageAllocation, nbytes, put
 from virtual_gpus.threads import below, seen
 
 _FITTED = figures.beside(__file__)
 # Rows that are sorted in shared memory; that fill a GPU one by one; so many that all are segments (SortStable.cu).
 _SHORT, _LONG, _MANY = 4096, 1_000_000, 128
+_IN_A_BLOCK, _INDEXED = 2048, 2**31 - 1  # rows, and numbers, that one kernel finds modes of (TensorModeKernel.cpp)
 
 
 def _sort_buffers(tensor: torch.Tensor, dim: int) -> list[int]:
     """Sizes of a packed copy, with results if it has another order, of positions, and of cub's second copies of both
     numbers and positions, for a sort along `dim`. Cub's counters are left out (cuda/Sort.cpp, SortStable.cu)."""
-    length, numbers, positions = tensor.shape[dim], tensor.nbytes, 8 * tensor.numel()
-    if length <= _SHORT:
+    if (length := tensor.shape[dim]) <= _SHORT:
         return [8 * length]
-    packed: list[int] = [] if torch.ops.aten.is_non_overlapping_and_dense(tensor) else [numbers]
+    numbers, positions = tensor.nbytes, 8 * tensor.numel()
+    is_dense = tensor.is_contiguous() or torch.ops.aten.is_non_overlapping_and_dense(tensor)
+    packed: list[int] = [] if is_dense else [numbers]
     if tensor.stride(dim) > 1:
         packed = [numbers, numbers, positions]
     if positions == 8 * length or length >= _LONG:  # row by row
@@ -41,8 +43,8 @@ def _sort_buffers(tensor: torch.Tensor, dim: int) -> list[int]:
 
 def sort(call: OpCall) -> Any:
     """After the results come the values that `argsort` drops, and what the sort takes."""
-    tensor = call["self"]
-    buffers = _sort_buffers(tensor, call["dim"]) if tensor.dim() and tensor.numel() else []
+    tensor = call.args[0]
+    buffers = _sort_buffers(tensor, call["dim"]) if tensor.dim() and tensor.numel() else ()
     return call.run(nbytes(tensor), *buffers) if call.op.base == "argsort" else call.run(*buffers)
 
 
@@ -50,19 +52,38 @@ def topk(call: OpCall) -> Any:
     """The kernel reads a packed copy. If the results are very many, they are then sorted (cuda/TensorTopK.cpp)."""
     values, indices = result = call.run(*packed_copies(call, ("self",), channels_first_copy))
     if call["sorted"] and values.dim() and values.shape[call["dim"]] > _SHORT:
-        with call.scratch(nbytes(indices), nbytes(values), *_sort_buffers(values, call["dim"])):
-            pass
+        call.scratch(nbytes(indices), nbytes(values), *_sort_buffers(values, call["dim"]))
     return result
 
 
-def median(call: OpCall) -> Any:
-    """A median along a dimension reads a packed copy. That of all numbers comes from a sort (cuda/Sorting.cpp)."""
-    tensor, copies = call["self"], packed_copies(call, ("self",), channels_first_copy)
-    if "dim" not in call.op.positions and (count := tensor.numel()):
-        copies += [nbytes(tensor), 8 * count, *_sort_buffers(tensor.new_empty(count, device="meta"), 0)]
-    with call.scratch(*copies):
-        pass
+def selected(call: OpCall) -> Any:
+    """The packed copy that the kernel reads comes before the results. A median of all numbers comes from a sort
+    (cuda/Sorting.cpp)."""
+    tensor, copy = call["self"], channels_first_copy(call["self"])
+    if "dim" in call.op.positions or not (count := tensor.numel()):
+        return call.run_with(copy) if copy else call.run()
+    buffers = _sort_buffers(tensor.new_empty(count, device="meta"), 0)
+    call.scratch(copy, nbytes(tensor), 8 * count, *buffers)
     return call.run()
+
+
+def mode(call: OpCall) -> Any:
+    """One kernel for short rows, from a packed copy. Long ones are always copied, and thrust sorts one by one with the
+    positions; the host waits for each (cuda/TensorModeKernel.cpp and .cu). Left out: the different numbers and their
+    counts, since values decide how many, and they fit into what the sort gave back; and what the reductions take."""
+    tensor, size, spec = call["self"], nbytes(call["self"]), call.gpu.spec
+    rows = tensor.transpose(call["dim"], -1) if tensor.dim() else tensor[None]
+    length, count = rows.shape[-1], rows.numel()
+    if one_kernel := length < 2 or (length <= _IN_A_BLOCK and count < _INDEXED):
+        result, times, figure = call.run(channels_first_copy(rows) if length > 1 else 0), 1, _FITTED["mode"]
+    else:
+        sorts = [8 * length, length * (8 + tensor.itemsize)] if tensor.dtype != torch.bool else []  # of two, no sort
+        result, times, figure = call.run(size, *sorts), count // length, _FITTED["mode_by_row"]
+    seconds = times * figure["floor"] * spec.reached.kernel + spec.seconds_to_move(size, figure["share"])
+    launch(call.gpu, "mode", Cost(seconds, times * figure["kernels"], times * figure["host"]), [tensor], call=call)
+    if not one_kernel:
+        charge_read(call)
+    return result
 
 
 def unique(call: OpCall) -> Any:
@@ -75,8 +96,7 @@ def unique(call: OpCall) -> Any:
     with call.scratch(channels_first_copy(tensor)) as held:
         if "sorted" in call.op.positions:  # `unique_consecutive` does not sort
             held.take(numbers, places)
-            with call.scratch(places, numbers + places):
-                pass
+            call.scratch(places, numbers + places)
         with call.scratch(places):
             call.place(result[1])
         put(result[0], StorageAllocation(call.gpu, numbers))
@@ -138,8 +158,7 @@ def randperm(call: OpCall) -> torch.Tensor:
     size = (given.dtype if given is not None else call.kwargs.get("dtype") or torch.int64).itemsize
     key = 4 if n - (6 * n * n + 1) / (12 * log(0.9)) <= 1 << 32 else 8  # of as many bits as make them differ
     own = StorageAllocation(call.gpu, n * size) if given is None else None
-    with call.scratch(n * size, n * key, n * key, n * (key + size)):
-        pass
+    call.scratch(n * size, n * key, n * key, n * (key + size))
     return call.run() if own is None else put(call.compute(), own)
 
 
@@ -156,7 +175,9 @@ _HISTC = not_deterministic("_histc_cuda with floating point input", lambda call:
 OPERATORS = {
     **dict.fromkeys(("sort", "argsort"), Row(_SORTS, sort)),
     "topk": Row(_SORTS, topk),
-    **dict.fromkeys(("median", "nanmedian"), Row(_MEDIANS, median, _MEDIAN)),
+    **dict.fromkeys(("median", "nanmedian"), Row(_MEDIANS, selected, _MEDIAN)),
+    "kthvalue": Row(READS_AND_WRITES, selected),
+    "mode": Row(CHARGED_ELSEWHERE, mode),
     **dict.fromkeys(("searchsorted", "bucketize"), Row(READS_AND_WRITES, all_packed)),
     "_unique2": Row(_SORTS, unique),
     "unique_dim": Row(_SORTS),

@@ -85,30 +85,29 @@ class ScratchBlock:
 
 
 class scratch:
-    """Memory that a kernel takes on the way: a block of each size on `gpu`, in order, until the block of code ends.
+    """Memory that a kernel takes on the way: a block of each size on `gpu`, in order.
 
-    A size of 0 takes nothing. Raises OutOfMemory. Not a generator, which would cost as much as the blocks.
+    They are there until the block of code ends (`with scratch(...):`), or are given back at once (`scratch(...)`), the
+    last one first, as Python lets go of the elements of a list. A size of 0 takes nothing. Raises OutOfMemory.
     """
 
-    __slots__ = ("_gpu", "_held", "_sizes")
+    __slots__ = ("_gpu", "_held")
 
     def __init__(self, gpu: VirtualGPU, *sizes: int):
-        self._gpu, self._sizes = gpu, sizes
+        self._gpu = gpu
+        # If one does not fit, the list is not finished, and lets go of its blocks.
+        self._held = list(map(ScratchBlock, repeat(gpu), filter(None, sizes)))
 
     def __enter__(self) -> Self:
-        # If one does not fit, the list is not finished, and lets go of its blocks.
-        self._held = list(map(ScratchBlock, repeat(self._gpu), filter(None, self._sizes)))
         return self
 
     def take(self, *sizes: int) -> None:
         """Further blocks."""
-        for size in sizes:
-            self._held.append(ScratchBlock(self._gpu, size))
+        self._held.extend(map(ScratchBlock, repeat(self._gpu), sizes))
 
     def close(self, *error: object) -> None:
-        """Give all blocks back, the last one first."""
-        while self._held:
-            self._held.pop()
+        """Give all blocks back."""
+        self._held.clear()
 
     __exit__ = close
 

@@ -43,8 +43,7 @@ def _with_statistics(call: OpCall, nbytes: int, *then: int) -> tuple[torch.Tenso
         if storage._record.gpu is None:  # else it was given, as `out=`
             storage._record = StorageAllocation(call.gpu, nbytes)
     if then:
-        with call.scratch(*then):
-            pass
+        call.scratch(*then)
     return result
 
 
@@ -66,8 +65,7 @@ def group_norm(call: OpCall) -> tuple[torch.Tensor, ...]:
     for parameter in parameters:
         if parameter is not None and parameter.dtype is not tensor.dtype and call["N"] and tensor.is_floating_point():
             raise errors.other_scalar_type(tensor, parameter)
-    with call.scratch(scale, shift, *packed_copies(call, ("input",))):
-        return call.run()
+    return call.run_with(scale, shift, *packed_copies(call, ("input",)))
 
 
 def group_norm_backward(call: OpCall) -> tuple[torch.Tensor, ...]:
