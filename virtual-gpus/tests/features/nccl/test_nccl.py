@@ -9,8 +9,10 @@ from torch.distributed._functional_collectives import all_reduce
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
-from virtual_gpus import virtual_gpus
+from virtual_gpus import active_machine, virtual_gpus
 from virtual_gpus.dispatch.operators import operator
+
+REFUSED = rows_of("nccl")["refused_collectives"]
 
 
 def shapes(rank):
@@ -149,29 +151,12 @@ def test_collectives_of_nccl():
     assert "Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 1000" in refused
 
 
-@pytest.mark.parametrize("options", [{}, {"shapes_only": True}, {"rank": 1, "world_size": 2, "shapes_only": True}])
+ALONE = {"rank": 1, "world_size": 2}
+
+
+@pytest.mark.parametrize("options", [{}, {"shapes_only": True}, ALONE | {"shapes_only": True}])
 def test_a_mesh_makes_the_group_and_takes_the_gpu_of_local_rank(options, monkeypatch):
-    """As torchrun starts a program: nobody else names a GPU or makes a group. Then what NCCL refuses."""
-    refusals = {
-        "Last error:\nReduce : invalid root 5 .root should be in the 0": lambda: dist.reduce(ones(2), dst=5),
-        "Send : invalid root 3": lambda: dist.group.WORLD.send([ones(2)], 3, 0),
-        "output tensor must have the same type": lambda: dist.all_gather_into_tensor(ones(2).half(), ones(2)),
-        "No backend type associated with device type .pu": lambda: DistributedDataParallel(torch.nn.Linear(2, 2)),
-        "type associated with device type cpu": lambda: all_reduce(torch.ones(2), "sum", dist.group.WORLD),
-        "backend type associated with device type cpu": lambda: dist.all_reduce(torch.ones(2)),
-        "Tensors must be contiguous": lambda: dist.all_reduce(ones(2, 3).t()),
-        "Tensors must be CUDA and dense": lambda: dist.all_gather([torch.ones(2)], ones(2)),
-        "data type is not supported for NCCL process group: Short": lambda: dist.all_reduce(ones(2, dtype=torch.int16)),
-        "Cannot use ReduceOp.BAND with NCCL": lambda: dist.all_reduce(ones(2), op=dist.ReduceOp.BAND),
-        "Cannot use ReduceOp.AVG with boolean": lambda: dist.all_reduce(ones(2) > 0, op=dist.ReduceOp.AVG),
-        "output tensor size must be equal to world_size": lambda: dist.all_gather_into_tensor(ones(3), ones(2)),
-        "input tensor must be the same size as output": lambda: dist.reduce_scatter_tensor(ones(3), ones(2)),
-        "torch.distributed.ProcessGroupNCCL": lambda: dist.ProcessGroupNCCL(dist.HashStore(), 0, 1),
-        "Float8 dtypes are not currenlty supported": lambda: dist.all_reduce(ones(2, dtype=torch.float8_e4m3fn)),
-        "a message of a rank to itself": lambda: dist.group.WORLD.send([ones(2)], dist.get_rank(), 0),
-    }
-    if not options:  # there are no sparse tensors without values
-        refusals["does not support all_reduce with sparse"] = lambda: dist.all_reduce(ones(2).to_sparse())
+    """As torchrun starts a program: nobody else names a GPU or makes a group."""
     here = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 1, "MASTER_ADDR": "localhost", "MASTER_PORT": 0}
     for name, value in here.items():
         monkeypatch.setenv(name, str(value))
@@ -181,11 +166,36 @@ def test_a_mesh_makes_the_group_and_takes_the_gpu_of_local_rank(options, monkeyp
         try:
             assert torch.cuda.current_device() == 1 and dist.is_nccl_available() and len(torch.cuda.nccl.version()) > 2
             dist.all_reduce(ones(2), group=mesh.get_group())
-            for words, call in refusals.items():
-                with pytest.raises((RuntimeError, ValueError, TypeError), match=words):
-                    call()
         finally:
             dist.destroy_process_group()
+
+
+def root(far=0):
+    """Options of a gather whose root is this rank, or the one after it."""
+    options = dist.GatherOptions()
+    options.rootRank = (dist.get_rank() + far) % 2
+    return options
+
+
+def told(rank):
+    """What one rank is told by each call that is refused, before the ranks meet: the other one is elsewhere."""
+    found, sparse = {}, not active_machine().settings.shapes_only  # there are no sparse tensors without values
+    for program in (program for program in REFUSED if sparse or "sparse" not in program):
+        if rank == 0 or ALONE["rank"] == active_machine().settings.rank:
+            found[program] = repr(pytest.raises((RuntimeError, ValueError, TypeError), eval, program, globals()).value)
+    dist.barrier()
+    return found
+
+
+@pytest.mark.parametrize("options", [{}, {"shapes_only": True}, ALONE, ALONE | {"shapes_only": True}])
+def test_what_nccl_refuses(options):
+    """In a group of processes, and by one rank alone."""
+    with virtual_gpus(2, **options):
+        if options.get("rank"):
+            dist.init_process_group("nccl")
+        found = told(1) if options.get("rank") else in_ranks(told, count=2)[0]
+    assert {program: told for program, told in found.items() if REFUSED[program] not in told} == {}
+    assert len(found) > 30
 
 
 class Own(dist.ProcessGroup):

@@ -31,7 +31,6 @@ from virtual_gpus.placement.storages import nbytes, place, scratch, tensors_in
 from virtual_gpus.threads import below
 from virtual_gpus.timeline.peak import BUFFERS
 
-_LISTS = {"allgather_": 0, "reduce_scatter_": 1}  # operator -> which argument has a tensor for each rank
 _EXCHANGE_TAG = 1 << 21  # its messages go beside those of the program
 
 
@@ -51,10 +50,10 @@ class Meeting(NamedTuple):
 
 def meet(call: OpCall, gpu: VirtualGPU, group: torch.distributed.ProcessGroup) -> Meeting:
     """Before a collective of GPU tensors: wait for the other ranks. Raises CollectiveMismatch if one called another."""
-    kind = kind_of(call.op.base)
-    sides, at_root = list(filter(None, (gpu_bytes([side]) for side in call.args[:2]))), COLLECTIVES[kind].at_root
-    size = (min if at_root else max)(sides, default=0)
-    if at_root or (kind == "all_gather" and call.func.namespace != "c10d"):
+    kind, row = kind_of(call.op.base), COLLECTIVES[kind_of(call.op.base)]
+    sides = list(filter(None, (gpu_bytes([side]) for side in call.args[:2])))
+    size = (min if row.at_root else max)(sides, default=0)
+    if row.at_root or (row.whole == (0,) and call.func.namespace != "c10d"):
         size *= group.size()  # a rank beside the root has one part, and a functional collective no result yet
     what = "" if groups.is_fake_group(group) else purpose(call, kind, size, group)
     return _meet(gpu, group, kind, what, size, call)
@@ -79,7 +78,7 @@ def charge(
     elif meeting is not None:
         results = [] if call.func.namespace == "c10d" else on_gpus([result])
         end = _charge_on_clock(meeting, gpu_bytes(results))  # an all-to-all may return more than it was given
-        arrival = Arrival(gpu, _copy(_listed(call, group, "allgather_"), gpu, meeting.lane, end))
+        arrival = Arrival(gpu, _copy(_listed(call, group, 0), gpu, meeting.lane, end))
         note(results or on_gpus(call.args[:1]), arrival)
         arrival.given = call.func.namespace.startswith("_c10d_functional")  # whose callers wait themselves
         written = results or _written(call, group)
@@ -95,7 +94,8 @@ def charge_barrier(gpu: VirtualGPU, group: torch.distributed.ProcessGroup) -> No
 
 def _written(call: OpCall, group: torch.distributed.ProcessGroup) -> list[torch.Tensor]:
     """The tensors that a collective fills: the first ones, but for a root that broadcasts."""
-    if call.op.base == "broadcast_" and call["root_rank"] == group.rank():
+    row = COLLECTIVES[kind_of(call.op.base)]
+    if row.root == "sends" and not row.whole and call["root_rank"] == group.rank():
         return []
     written = [tensor for name, tensor in call.named_tensors() if name in call.op.written]
     return written or on_gpus(call.args[:1])
@@ -110,7 +110,7 @@ def _meet(gpu: VirtualGPU, group: Any, kind: str, what: str, size: int = 0, call
     state.first_gpu = state.first_gpu or gpu
     lane = lane_of(group, kind)
     began = begins(gpu, lane, () if call is None else call.tensors)
-    began = _copy([] if call is None else _listed(call, group, "reduce_scatter_"), gpu, lane, began)
+    began = _copy([] if call is None else _listed(call, group, 1), gpu, lane, began)
     if groups.is_fake_group(group):
         return Meeting(gpu, lane, began, began, groups.fake_links(gpu, group), size)
     state.begun += 1
@@ -141,12 +141,14 @@ def _charge_on_clock(meeting: Meeting, result_bytes: int = 0) -> float:
     return end
 
 
-def _listed(call: OpCall, group: torch.distributed.ProcessGroup | None, *names: str) -> list[torch.Tensor]:
-    """The list of tensors that one of these operators gathers or scatters, if they have one size: NCCL's backend does
-    so in a flat tensor, and copies between the two where the collective is (ProcessGroupNCCL.cpp, `newLikeFlat`)."""
-    if call.op.base not in names or group is None or not groups.is_nccl(group):
+def _listed(call: OpCall, group: torch.distributed.ProcessGroup | None, *sides: int) -> list[torch.Tensor]:
+    """The list of tensors that a call gathers (side 0) or scatters (1), if they have one size: NCCL's backend does so
+    in a flat tensor, and copies between the two where the collective is (ProcessGroupNCCL.cpp, `newLikeFlat`)."""
+    row = COLLECTIVES.get(kind_of(call.op.base))
+    if row is None or row.kernel == "SendRecv" or group is None or not groups.is_nccl(group):  # those go part by part
         return []
-    listed = on_gpus([call.args[_LISTS[call.op.base]]])
+    lists = [call.args[side] for side in row.whole if side in sides and isinstance(call.args[side], list)]
+    listed = on_gpus([parts for parts in lists if isinstance(parts[0], list)])  # coalesced ones have flat tensors
     return listed if len({tensor.shape for tensor in listed}) == 1 else []
 
 
@@ -202,7 +204,7 @@ def run(call: OpCall) -> Any:
     gpu, group = call.gpu, _group_of(call)
     if type(group) is not torch.distributed.ProcessGroup:  # of a class in Python, which has no backend and no links
         group = None
-    with scratch(gpu, *filter(None, [sum(map(nbytes, _listed(call, group, *_LISTS)))])):
+    with scratch(gpu, *filter(None, [sum(map(nbytes, _listed(call, group, 0, 1)))])):
         meeting = meet(call, gpu, group) if group is not None and kind_of(call.op.base) in COLLECTIVES else None
         charging = functools.partial(charge, call, gpu, group, meeting)
         if call.gpu.machine.shapes_only or one_rank.fill(call):

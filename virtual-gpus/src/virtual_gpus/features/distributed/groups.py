@@ -1,5 +1,6 @@
 """Process groups: which backend a program asked for, whether other processes answer, and which links they use."""
 
+import builtins
 import os
 import weakref
 from collections.abc import Sequence
@@ -7,10 +8,12 @@ from typing import Any, cast
 
 import torch
 
+from virtual_gpus import figures
 from virtual_gpus.features.nccl.traffic import GroupLinks, links_of_group
 from virtual_gpus.machine import VirtualGPU
 from virtual_gpus.settings import Settings
 
+_REFUSALS = figures.beside(__file__)["refusals"]
 states: weakref.WeakKeyDictionary[Any, "GroupState"] = weakref.WeakKeyDictionary()
 
 
@@ -43,8 +46,14 @@ def is_nccl(group: object) -> bool:
 def require_backend(group: object, kind: str) -> None:
     """Raises PyTorch's error if a group has no backend for tensors on "cpu" or "cuda": NCCL takes no CPU tensors."""
     devices = state_of(group).backends
-    if devices is not None and kind not in devices:
-        raise RuntimeError(f"No backend type associated with device type {kind}")
+    refuse(devices is not None and kind not in devices, "backend", kind=kind)
+
+
+def refuse(wrong: bool, what: str, **shown: object) -> None:
+    """Raises the error `what` of the figures, with what it shows, if something is wrong."""
+    if wrong:
+        kind, _, words = _REFUSALS[what].partition(": ")
+        raise getattr(builtins, kind)(words.format(**shown))
 
 
 def nccl_error(file: str, kind: str, meaning: str, last: str) -> Exception:

@@ -20,7 +20,7 @@ from virtual_gpus import errors
 from virtual_gpus.entrance import entrance
 from virtual_gpus.errors import scalar_type
 from virtual_gpus.features.distributed.arrivals import await_work, give_to_future, remember
-from virtual_gpus.features.distributed.groups import is_nccl, nccl_error, require_backend, state_of
+from virtual_gpus.features.distributed.groups import is_nccl, nccl_error, refuse, require_backend, state_of
 from virtual_gpus.features.distributed.one_rank import reducing, runs_alone
 from virtual_gpus.features.nccl.traffic import MESSAGES, TRAFFIC, kind_of
 from virtual_gpus.machine import active, get_machine
@@ -33,51 +33,65 @@ _FLOAT8 = {torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.
 _MOVED = _FLOAT8 | {torch.int8, torch.uint8, torch.int32, torch.int64, torch.bool, torch.float16, torch.bfloat16,
                     torch.float32, torch.float64, torch.complex64, torch.complex128}  # fmt: skip
 _messages: weakref.WeakSet[Any] = weakref.WeakSet()  # works of messages: gloo may wait for one of them once only
-_WRONG_TYPE = ("output tensor must have the same type as input tensor",
-               "input tensor must be the same type as the output tensor.")  # fmt: skip
-_WRONG_SIZE = ("output tensor size must be equal to world_size times input tensor size",
-               "input tensor must be the same size as output size times world size")  # fmt: skip
 
 
 # ---- what is refused ----------------------------------------------------------------------------------------------
 
 
 def _check(call: "_Method", op: Any, tensors: Sequence[torch.Tensor]) -> None:
-    """`check_gpu_single_tensor`, the types, and `getNcclReduceOp`. op: of a reduction, or None."""
-    name, kind = call.name, kind_of(call.name)
+    """`check_gpu_single_tensor`, the types, `getNcclReduceOp`, and the sizes. op: of a reduction, or None."""
+    name, kind, ranks, ops = call.name, kind_of(call.name), call.group.size(), torch.distributed.ReduceOp
+    row = TRAFFIC[kind]
     for tensor in tensors:
-        if tensor.layout != torch.strided and name == "allreduce":
-            raise RuntimeError("NCCL does not support all_reduce with sparse tensors")
-        if gpu_of(tensor) is None or tensor.layout != torch.strided:
-            raise ValueError("Tensors must be CUDA and dense")
+        refuse(name == "allreduce" and tensor.layout != torch.strided, "sparse")
+        refuse(gpu_of(tensor) is None or tensor.layout != torch.strided, "elsewhere")
         channels_last = tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last)
-        if kind not in MESSAGES and not (tensor.is_contiguous() or channels_last):
-            raise ValueError("Tensors must be contiguous")
-        if tensor.dtype not in _MOVED:
-            raise TypeError(f"Input tensor data type is not supported for NCCL process group: {scalar_type(tensor)}")
-        if tensor.dtype in _FLOAT8 and TRAFFIC[kind].reduces:
-            raise RuntimeError("Float8 dtypes are not currenlty supported for NCCL reductions")
-    if name == "alltoall" and len({gpu_of(tensor) for tensor in tensors}) > 1:
-        raise ValueError("Tensors must be on the same device")
-    roots = [value.rootRank for value in (*call.args, *call.rest.values()) if hasattr(value, "rootRank")]
-    for root in [call.args[1]] if name in MESSAGES else roots:
-        if not 0 <= root < call.group.size():
-            raise _no_such_root(kind, root, call.group.size())
-    if name in MESSAGES and call.args[1] == call.group.rank():
+        refuse(kind not in MESSAGES and not (tensor.is_contiguous() or channels_last), "strided")
+        refuse(tensor.dtype not in _MOVED, "type", type=scalar_type(tensor))
+        refuse(tensor.dtype in _FLOAT8 and row.reduces, "float8")
+    refuse(name == "alltoall" and len({gpu_of(tensor) for tensor in tensors}) > 1, "devices")
+    if call.root is not None and not 0 <= call.root < ranks:
+        refuse(row.at_root, "root", kind=kind, root=call.root)  # else NCCL does (argcheck.cc)
+        last = f"{kind.capitalize()} : invalid root {call.root} (root should be in the 0..{ranks} range)"
+        raise nccl_error("ProcessGroupNCCL.cpp", "argument", "Invalid value for an argument.", last)
+    if name in MESSAGES and call.root == call.group.rank():
         raise errors.not_modelled("a message of a rank to itself", "Copy the tensor.")
     for refused in ("BAND", "BOR", "BXOR") if op is not None else ():
-        if op == getattr(torch.distributed.ReduceOp, refused):
-            raise ValueError(f"Cannot use ReduceOp.{refused} with NCCL")
-    if op is not None and op == torch.distributed.ReduceOp.AVG and tensors[0].dtype == torch.bool:
-        raise TypeError("Cannot use ReduceOp.AVG with boolean inputs")
+        refuse(op == getattr(ops, refused), "operation", op=refused)
+    refuse(op is not None and op == ops.AVG and tensors[0].dtype == torch.bool, "mean of booleans")
+    for side in reversed(row.whole):
+        sides = call.args[side], call.args[1 - side]
+        for whole, part in zip(*sides, strict=True) if name.endswith("_coalesced") else [sides]:
+            _check_parts(call, side, whole, part)
 
 
-def _no_such_root(kind: str, root: int, ranks: int) -> Exception:
-    """`assertRootRank` of Utils.hpp, and `ArgsCheck` of NCCL's argcheck.cc."""
-    if TRAFFIC[kind].at_root:
-        return ValueError(f"ProcessGroupNCCL::{kind}: invalid root rank: {root}")
-    last = f"{kind.capitalize()} : invalid root {root} (root should be in the 0..{ranks} range)"
-    return nccl_error("ProcessGroupNCCL.cpp", "argument", "Invalid value for an argument.", last)
+def _check_parts(call: "_Method", side: int, whole: Any, part: Any) -> None:
+    """The parts of all ranks, which are results (side 0) or given (1), beside the part of this rank."""
+    row, ranks, name = TRAFFIC[kind_of(call.name)], call.group.size(), ("output", "input")[side]
+    shown = {"kind": kind_of(call.name), "side": name, "Side": name.capitalize(), "ranks": ranks}
+    if call.root not in (None, call.group.rank()):
+        refuse(not isinstance(part, torch.Tensor) and len(whole) > 0, "list elsewhere", **shown)
+    elif isinstance(whole, torch.Tensor) and row.whole == (0, 1):  # `checkSplitSizes` of Utils.hpp
+        splits = [value for value in (*call.args, *call.rest.values()) if isinstance(value, (list, tuple))]
+        rows, sizes = whole.size(0), splits[side]
+        refuse(not sizes and rows % ranks != 0, "equal splits")
+        refuse(len(sizes or range(ranks)) != ranks, "number of splits")
+        refuse(sum(sizes or [rows]) != rows, "sum of splits")
+        refuse(not any(splits) and whole.numel() != part.numel(), "all_to_all")
+    elif isinstance(whole, torch.Tensor):
+        refuse(whole.dtype != part.dtype, f"type of {name}")
+        refuse(whole.numel() != ranks * part.numel(), f"size of {name}")
+    else:
+        lists = [whole] if isinstance(part, torch.Tensor) or row.whole == (0, 1) else whole  # a list in a list, in C++
+        refuse(len(lists) != 1, "no list", **shown)
+        refuse(len(lists[0]) != ranks, "list", count=len(lists[0]), **shown)
+        own, mine = tensors_in([part])[0], lists[0][call.group.rank()]
+        for i, one in enumerate(lists[0]) if row.root else ():
+            refuse(one.dtype != own.dtype, "type in list", i=i, types=(own.dtype, one.dtype), **shown)
+            sizes = [", ".join(map(str, tensor.shape)) for tensor in (own, one)]
+            refuse(one.shape != own.shape, "size in list", i=i, sizes=sizes, **shown)
+        uneven = row.whole != (0, 1) and mine.numel() != own.numel()
+        refuse(uneven, "reduce of parts" if row.reduces else "broadcast of parts")
 
 
 def _sends_objects() -> bool:
@@ -95,32 +109,14 @@ def _seen_as(tensor: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
     return torch.as_strided(tensor.detach(), (tensor.numel(),), (1,), tensor.storage_offset()).view(shape)
 
 
-def _as_bytes(value: Any) -> Any:
-    """Float8 tensors as bytes, also within lists: gloo has no such type."""
-    if isinstance(value, torch.Tensor):
-        return value.view(torch.uint8) if value.dtype in _FLOAT8 else value
-    return [_as_bytes(part) for part in value] if isinstance(value, (list, tuple)) else value
-
-
-def _list_like(tensors: Any, other: Any) -> Any:
-    """A list of tensors, each in the shape of the one tensor at the other side. Lists and tensors may be nested in a
-    list of one, as C++ has them. Sizes that differ are left alone: gloo takes them, or refuses them."""
-    shape = tensors_in([other])[0].shape
-    if tensors and isinstance(tensors[0], (list, tuple)):
-        return [_list_like(part, other) for part in tensors]
-    return [_seen_as(t, shape) if t.numel() == shape.numel() else t for t in tensors]
-
-
-def _one_for_all(group: Any, whole: torch.Tensor, part: torch.Tensor, side: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """All ranks' parts and this rank's, in shapes for gloo. side: 0 if gathered in `whole`, 1 if scattered from it."""
-    ranks = group.size()
-    if whole.dtype != part.dtype:
-        raise TypeError(_WRONG_TYPE[side])
-    if whole.numel() != ranks * part.numel():
-        raise ValueError(_WRONG_SIZE[side])
-    if part.dim() and whole.shape == (ranks * part.shape[0], *part.shape[1:]):
-        return whole, part
-    return _seen_as(whole, (whole.numel(),)), _seen_as(part, (part.numel(),))
+def _for_gloo(value: Any, shape: torch.Size | None) -> Any:
+    """Tensors, also within lists: in this shape if that is of their size, and float8 as bytes, which gloo lacks."""
+    if isinstance(value, (list, tuple)):
+        return [_for_gloo(part, shape) for part in value]
+    if not isinstance(value, torch.Tensor):
+        return value
+    value = value if shape is None or shape.numel() != value.numel() else _seen_as(value, shape)
+    return value.view(torch.uint8) if value.dtype in _FLOAT8 else value
 
 
 # ---- collectives that are several messages of gloo -----------------------------------------------------------------
@@ -167,17 +163,24 @@ class _Method(NamedTuple):
     args: list[Any]
     rest: dict[str, Any]
 
+    @property
+    def root(self) -> int | None:
+        """The root, as a rank of the group, or the other rank of a message. None for what has neither."""
+        given = (getattr(value, "rootRank", value) for value in (*self.args, *self.rest.values()))
+        has_one = TRAFFIC[kind_of(self.name)].root or self.name in MESSAGES
+        return next((value for value in given if isinstance(value, int)), 0) if has_one else None
+
 
 def _direct(call: _Method) -> Any:
     """Gloo's own method, with arguments as gloo takes them."""
-    group, name, function, args, rest = call
+    group, _, function, args, rest = call
     op, opts = _operation((*args, *rest.values()))
-    outputs, row, args = tensors_in(args[:1]), TRAFFIC[kind_of(name)], _adapt(call)
+    outputs, args = tensors_in(args[:1]), _adapt(call)
     finish = _after_sum(op, outputs, group.size())
     if finish is None:
         return function(group, *args, **rest)
     work = _summed(call._replace(args=args), op, opts)
-    if not row.root or opts is None or opts.rootRank == group.rank():
+    if call.root in (None, group.rank()):
         with below():
             for output in outputs:
                 finish(output)
@@ -209,14 +212,16 @@ def _summed(call: _Method, op: Any, opts: Any) -> Any:
 
 
 def _adapt(call: _Method) -> list[Any]:
-    """The arguments as gloo takes them. Raises where the sizes do not fit."""
-    args, whole = [*call.args], TRAFFIC[kind_of(call.name)].whole
+    """The arguments as gloo takes them, which compares shapes where NCCL counts elements."""
+    args, whole, shape = [*call.args], TRAFFIC[kind_of(call.name)].whole, None
     with below():
-        if len(whole) == 1 and isinstance(args[side := whole[0]], torch.Tensor):
-            args[side], args[1 - side] = _one_for_all(call.group, args[side], args[1 - side], side)
-        elif len(whole) == 1 and args[side]:
-            args[side] = _list_like(args[side], args[1 - side])
-        return [_as_bytes(value) for value in args]
+        if len(whole) == 1:
+            parts, part = args[whole[0]], args[1 - whole[0]]
+            if not isinstance(parts, torch.Tensor):
+                shape = tensors_in([part])[0].shape
+            elif not part.dim() or parts.shape != (call.group.size() * part.shape[0], *part.shape[1:]):
+                args[:2] = [_seen_as(one, (one.numel(),)) for one in args[:2]]
+        return [_for_gloo(value, shape) for value in args]
 
 
 def _all_gather(call: _Method) -> Any:
@@ -239,19 +244,16 @@ def _each_alone(call: _Method) -> Any:
 def _gather_single(call: _Method) -> Any:
     """Gloo has it for lists only."""
     group, (whole, part, *options) = call.group, call.args
-    parts = [list(whole.chunk(group.size()))] if options[0].rootRank == group.rank() else []
+    is_here, parts = call.root == group.rank(), whole.view(-1).chunk(group.size())
+    parts = [[each.view(part.shape) for each in parts]] if is_here else []
     return group.gather(parts, [part], *options)
 
 
-# The methods of a process group, each with what carries it out.
-_METHODS: dict[str, Callable[[_Method], Any]] = {
-    **dict.fromkeys(("allreduce", "allreduce_coalesced", "broadcast", "reduce", "recv_anysource", "gather", "scatter",
-                     "_allgather_base", "all_gather_single", "reduce_scatter", "_reduce_scatter_base", "send", "recv",
-                     "reduce_scatter_single", "alltoall", "alltoall_base", "all_to_all_single"), _direct),
-    **dict.fromkeys(("allgather_into_tensor_coalesced", "all_gather_single_coalesced",
-                     "reduce_scatter_tensor_coalesced", "reduce_scatter_single_coalesced"), _each_alone),
-    "allgather": _all_gather, "gather_single": _gather_single,
-}  # fmt: skip
+def _way(name: str) -> Callable[[_Method], Any]:
+    """What carries out a method of a process group."""
+    if name.endswith("_coalesced") and TRAFFIC[kind_of(name)].whole:
+        return _each_alone
+    return {"allgather": _all_gather, "gather_single": _gather_single}.get(name, _direct)
 
 
 # ---- the methods -----------------------------------------------------------------------------------------------------
@@ -274,14 +276,12 @@ def _by_nccls_rules(name: str, function: Callable[..., Any]) -> Callable[..., An
         call = _Method(group, name, function, listed, rest)
         if by_nccl:
             _check(call, op, tensors)
-            if alone:  # nothing is sent
-                _adapt(call)
         if alone or not by_nccl:
             with reducing(op):
                 work = function(group, *listed, **rest)
         else:
             with torch.no_grad():  # not a decorator, whose frame of PyTorch's would be in every traceback
-                work = _METHODS[name](call)
+                work = _way(name)(call)
             if work is not None and kind_of(name) in MESSAGES:
                 _messages.add(work)
             if work is not None and (block := state_of(group).coalescing) is not None:
@@ -350,11 +350,13 @@ def _end_coalescing(function: Callable[..., Any], group: torch.distributed.Proce
 
 
 def patches() -> list[Patch]:
-    """See `features`. Methods that this PyTorch version lacks give no row."""
+    """See `features`. NCCL has no allgather_coalesced."""
     if not torch.distributed.is_available():
         return []
     group = torch.distributed.ProcessGroup
     work = torch._C._distributed_c10d.Work
-    rows: list[Patch] = [(group, name, _OfCpp(group, name)) for name in _METHODS if name in vars(group)]
+    rows: list[Patch] = [
+        (group, name, _OfCpp(group, name)) for name in vars(group) if kind_of(name) and name != "allgather_coalesced"
+    ]
     rows += wrapped(group, _start_coalescing, _end_coalescing)
     return rows + wrapped(work, wait=_wait, get_future=_get_future)

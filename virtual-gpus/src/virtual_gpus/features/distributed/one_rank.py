@@ -20,14 +20,14 @@ import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from virtual_gpus.dispatch.operators import OpCall
 from virtual_gpus.errors import NotModelled
-from virtual_gpus.features.distributed.groups import is_boxed, place_of_rank
-from virtual_gpus.features.nccl.traffic import TRAFFIC, kind_of
+from virtual_gpus.features.distributed.groups import is_boxed, place_of_rank, refuse
+from virtual_gpus.features.nccl.traffic import TRAFFIC, Collective, kind_of
 from virtual_gpus.machine import VirtualMachine, active, get_machine
 from virtual_gpus.patches.table import Patch, around, wrapped
 from virtual_gpus.settings import Settings
@@ -45,27 +45,14 @@ def runs_alone(machine: VirtualMachine | None) -> bool:
 def check_settings(settings: Settings) -> None:
     if settings.rank is None and settings.world_size is None:
         return
-    rank, world_size = _integer("rank", settings.rank), _integer("world_size", settings.world_size)
+    for name, value in (("rank", settings.rank), ("world_size", settings.world_size)):
+        refuse(isinstance(value, bool) or not isinstance(value, int), "integers", name=name, value=value)
+    rank, world_size = cast(int, settings.rank), cast(int, settings.world_size)
     count, hosts = settings.count, settings.hosts
-    if world_size < 1 or world_size % count:
-        raise ValueError(
-            f"Cannot fill hosts of {count} GPUs with {world_size} ranks, one on each GPU. "
-            f"Choose a world_size that is a multiple of {count}, or another number of GPUs per host."
-        )
-    if not 0 <= rank < world_size:
-        raise ValueError(f"There is no rank {rank}. The ranks of {world_size} are 0 to {world_size - 1}.")
-    if hosts != 1:
-        raise ValueError(
-            f"As one rank of {world_size}, {count} is the number of GPUs of each host, so there are "
-            f"{world_size // count} hosts. Leave hosts={hosts!r} out."
-        )
-
-
-def _integer(name: str, value: int | None) -> int:
-    """An argument of one rank of many, of which both must be there."""
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"One rank of many needs both rank and world_size as integers, but {name} is {value!r}.")
-    return value
+    shown = {"rank": rank, "ranks": world_size, "last": world_size - 1, "count": count, "hosts": world_size // count}
+    refuse(world_size < 1 or world_size % count != 0, "world_size", **shown)
+    refuse(not 0 <= rank < world_size, "rank", **shown)
+    refuse(hosts != 1, "hosts", given=hosts, **shown)
 
 
 def start(machine: VirtualMachine) -> None:
@@ -115,11 +102,8 @@ def _variables(settings: Settings) -> dict[str, str]:
 def require_its_rank(rank: int, ranks: int) -> None:
     """Refuses the whole program's group for another rank, or for another number of them."""
     settings = get_machine().settings
-    if (rank, ranks) != (settings.rank, settings.world_size):
-        raise ValueError(
-            f"The program makes a process group as rank {rank} of {ranks}, but it runs as rank {settings.rank} of "
-            f"{settings.world_size}. Let it read RANK and WORLD_SIZE from the environment, as under torchrun."
-        )
+    own = settings.rank, settings.world_size
+    refuse((rank, ranks) != own, "another rank", rank=rank, ranks=ranks, own=own)
 
 
 def _rendezvous(function: Callable[..., Any], url: str, rank: int = -1, world_size: int = -1, **kwargs: Any) -> Any:
@@ -191,7 +175,7 @@ def fill(call: OpCall) -> bool:
         return False
     group = next(torch.distributed.ProcessGroup.unbox(v) for v in call.args if is_boxed(v, "ProcessGroup"))
     with below(), torch.no_grad():
-        _fill(name, call.args, group.rank(), group.size())
+        _fill(TRAFFIC[kind_of(name)], call.args, group.rank(), group.size())
     return True
 
 
@@ -205,10 +189,10 @@ def reducing(operation: Any) -> Iterator[None]:
         _running.value = before
 
 
-def _fill(name: str, args: Sequence[Any], rank: int, ranks: int) -> None:
-    row = TRAFFIC[kind_of(name)]  # of a message, which leaves tensors as they are, nothing below is true
+def _fill(row: Collective, args: Sequence[Any], rank: int, ranks: int) -> None:
+    """row: that of a message, which leaves tensors as they are, has nothing of what is asked here."""
     if row.whole == (0, 1):
-        outputs, inputs = (_parts(args[i], args[i + 3] if name == "alltoall_base_" else None, ranks) for i in (0, 1))
+        outputs, inputs = (_parts(args, side, ranks) for side in row.whole)
         for output in outputs:
             _copy(output, inputs[rank])
         return
@@ -232,10 +216,11 @@ def _reduce(tensor: torch.Tensor, args: Sequence[Any], ranks: int) -> None:
         tensor.mul_(operation.__getstate__()[1] * ranks)
 
 
-def _parts(value: Any, sizes: Sequence[int] | None, ranks: int) -> Sequence[torch.Tensor]:
-    if not isinstance(value, torch.Tensor):
-        return value
-    return value.split(list(sizes)) if sizes else value.chunk(ranks)
+def _parts(args: Sequence[Any], side: int, ranks: int) -> Sequence[torch.Tensor]:
+    """What goes to each rank, or comes from it: a list, or parts of one tensor, whose sizes are arguments too."""
+    if not isinstance(args[side], torch.Tensor):
+        return args[side]
+    return args[side].split(list(args[side + 3])) if args[side + 3] else args[side].chunk(ranks)
 
 
 def _copy(target: torch.Tensor, source: torch.Tensor) -> None:

@@ -24,7 +24,7 @@ _FIGURES = figures.beside(__file__)["collectives"]
 
 
 class Collective(NamedTuple):
-    """What sets a kind of collective apart.
+    """What sets a kind of collective apart: all that `features.distributed` asks of it, too.
 
     kernel: NCCL's name. whole: which of the result (0) and what is given (1) has a part for each rank. root: what one
     rank does with all others, "sends" or "receives". rounds: the times that the bytes go around the ring.
