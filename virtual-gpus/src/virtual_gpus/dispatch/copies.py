@@ -17,8 +17,10 @@ from virtual_gpus.dispatch.timing import Place, send, times
 from virtual_gpus.machine import active
 from virtual_gpus.placement import storages
 from virtual_gpus.placement.random_numbers import is_state
-from virtual_gpus.placement.storages import StorageAllocation, gpu_of, has_values, is_pinned, nbytes, pin, place, put
+from virtual_gpus.placement.storages import StorageAllocation, gpu_of, is_pinned, nbytes, pin, place, put
 
+_to_copy: Any = torch.ops.aten._to_copy.default._op
+_below_autograd: Any = torch._C._AutoDispatchBelowAutograd  # `torch.no_grad` is written in Python
 Tensor, Dtype, Format = torch.Tensor, torch.dtype | None, torch.memory_format | None  # None: as it is
 
 
@@ -28,7 +30,7 @@ class ToCopy(torch.autograd.Function):
     @staticmethod
     def forward(tensor: Tensor, target: Place, dtype: torch.dtype, layout: Format, blocking: bool) -> Tensor:
         """Copy. Called by `move`."""
-        return raw_copy(tensor, target, dtype, layout, blocking)
+        return raw_copy(tensor, gpu_of(tensor), target, dtype, layout, blocking)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -67,10 +69,10 @@ def move(
     transformed = is_transformed()
     if transformed and source is target:  # a cast; in a rule of vmap, no Function may be called
         layout = layout if tensor.layout == torch.strided else None
-        return torch.ops.aten._to_copy.default(tensor, dtype=dtype, memory_format=layout)
+        return _to_copy(tensor, dtype=dtype, memory_format=layout)
     if (tensor.requires_grad and torch.is_grad_enabled()) or transformed:
         return ToCopy.apply(tensor, target, dtype, layout, blocking)
-    return raw_copy(tensor, target, dtype, layout, blocking)
+    return raw_copy(tensor, source, target, dtype, layout, blocking)
 
 
 def is_transformed() -> bool:
@@ -78,18 +80,21 @@ def is_transformed() -> bool:
     return torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0
 
 
-def raw_copy(tensor: Tensor, target: Place, dtype: torch.dtype, layout: Format, blocking: bool = True) -> Tensor:
+def raw_copy(
+    tensor: Tensor, source: Place, target: Place, dtype: torch.dtype, layout: Format, blocking: bool
+) -> Tensor:
     """The copy itself, unseen by dispatch modes and by autograd. Raises the allocator's OutOfMemory."""
-    if storages.is_wrapper(type(tensor)):
-        return _copy_of_wrapper(tensor, target, dtype, layout, blocking)
     if storages.is_hollow(tensor):
-        if gpu_of(tensor) is not target:
+        if storages.is_wrapper(type(tensor)):
+            return _copy_of_wrapper(tensor, target, dtype, layout, blocking)
+        if source is not target:
             raise errors.not_modelled("copies of tensors that hold others, of a class without __tensor_flatten__")
-        return torch.ops.aten._to_copy.default(tensor, dtype=dtype, memory_format=layout)
-    source, result = gpu_of(tensor), _copied(tensor, target, dtype, layout)
+        return _to_copy(tensor, dtype=dtype, memory_format=layout)
+    result = _copied(tensor, source, target, dtype, layout)
     if target is None and source is not None and not blocking:  # as `_to_copy` does (TensorConversions.cpp)
         pin(result)
-    charge_copy("_to_copy", tensor, result, blocking)
+    if source is not None or target is not None:
+        charge_copy("_to_copy", tensor, result, blocking, source, target)
     return result
 
 
@@ -97,37 +102,41 @@ def _copy_of_wrapper(tensor: Any, *how: Any) -> Tensor:
     """A DTensor, say, around copies of what it holds."""
     names, context = tensor.__tensor_flatten__()
     inner = {name: getattr(tensor, name) for name in names}
-    inner = {name: raw_copy(part, *how) if isinstance(part, Tensor) else part for name, part in inner.items()}
+    for name, part in inner.items():
+        inner[name] = raw_copy(part, gpu_of(part), *how) if isinstance(part, Tensor) else part
     with torch.no_grad():
         return type(tensor).__tensor_unflatten__(inner, context, tensor.size(), tensor.stride()).detach()
 
 
-def _copied(tensor: Tensor, target: Place, dtype: torch.dtype, layout: Format) -> Tensor:
-    if target is None and not has_values(tensor):
-        return valueless.copy_to_host(torch.empty(tensor.shape, dtype=dtype, device="cpu"), tensor)
+def _copied(tensor: Tensor, source: Place, target: Place, dtype: torch.dtype, layout: Format) -> Tensor:
+    if target is None and source is not None and source.machine.shapes_only:
+        with torch._C._DisableTorchDispatch():
+            return valueless.copy_to_host(storages.empty_in(None, tensor.shape, dtype), tensor)
     device, allocation = None if target is None else target.machine.tensor_device, None
     if target is not None and tensor.layout == torch.strided:
         allocation = StorageAllocation(target, tensor.numel() * dtype.itemsize)  # first: what cannot fit fills nothing
-    with torch._C._DisableTorchDispatch(), torch.no_grad():
+    with torch._C._DisableTorchDispatch(), _below_autograd():
         layout = layout if tensor.layout == torch.strided else None
-        result = torch.ops.aten._to_copy.default(tensor, dtype=dtype, device=device, memory_format=layout)
+        result = _to_copy(tensor, dtype=dtype, device=device, memory_format=layout)
     if allocation is not None:
         return put(result, allocation)
     return result if target is None else place(result, target)
 
 
-def plan_copy(source: Tensor, target: Tensor, blocking: bool) -> tuple[int, list[int], list[int]]:
-    """How CUDA does `target.copy_(source)` (aten/src/ATen/native/cuda/Copy.cu): bytes over the link (0: within a GPU),
-    and those of each temporary at the source and at the target, in the order of the copy.
+def plan_copy(
+    source: Tensor, target: Tensor, blocking: bool, here: Place, there: Place
+) -> tuple[int, list[int], list[int]]:
+    """How CUDA does `target.copy_(source)` from `here` to `there` (aten/src/ATen/native/cuda/Copy.cu): bytes over the
+    link (0: within a GPU), and those of each temporary at the source and at the target, in the order of the copy.
 
     GPUs reach each other's memory, so there it is one kernel. Between the computer and a GPU, both ends are packed and
     of one type: temporaries, if the tensors are not. The CPU casts, and with `non_blocking=True` the GPU.
     """
-    ends, at_source, casts = (gpu_of(source), gpu_of(target)), list[int](), source.dtype != target.dtype
-    is_dense = source.layout == torch.strided and not source.is_nested  # others are counted as one block
-    if None not in ends or not is_dense or (not casts and lie_alike(source, target)):
-        return nbytes(target) if ends[0] is not ends[1] else 0, [], []
-    casts_first, packed = (ends[0] is not None) is not blocking, source.is_contiguous()
+    casts, at_source = source.dtype != target.dtype, list[int]()
+    is_direct = (here is not None and there is not None) or (not casts and lie_alike(source, target))
+    if is_direct or source.layout != torch.strided or source.is_nested:  # the latter two are counted as one block
+        return nbytes(target) if here is not there else 0, [], []
+    casts_first, packed = (here is not None) is not blocking, source.is_contiguous()
     if casts and casts_first:  # keeps the order of the dimensions, and leaves gaps out
         at_source = [source.numel() * target.dtype.itemsize]
         strides = [stride for size, stride in zip(source.shape, source.stride(), strict=True) if size > 1]
@@ -140,31 +149,34 @@ def plan_copy(source: Tensor, target: Tensor, blocking: bool) -> tuple[int, list
 
 def lie_alike(one: Tensor, other: Tensor) -> bool:
     """True if the elements of both lie side by side in one order (`is_contiguous` in TensorIterator.cpp)."""
-    if one.layout != torch.strided or (one.is_contiguous() and other.is_contiguous()):
+    if one.is_nested or one.layout != torch.strided or (one.is_contiguous() and other.is_contiguous()):
         return one.numel() == other.numel()
     steps, others = ([(n, by) for n, by in zip(t.shape, t.stride(), strict=True) if n != 1] for t in (one, other))
     return steps == others and sum((n - 1) * by for n, by in steps) == one.numel() - 1
 
 
-def charge_copy(name: str, source: Tensor, target: Tensor, blocking: bool) -> None:
-    """Take the GPU's temporaries of `target.copy_(source)`, and put on the clock what the CPU does not do of it. Raises
-    the allocator's OutOfMemory."""
-    here, there = gpu_of(source), gpu_of(target)
-    if (gpu := here or there) is None:
-        return
-    sent, at_source, at_target = plan_copy(source, target, blocking)
-    passes = [*at_target, nbytes(target)] if here is None else [nbytes(source), *at_source]
+def charge_copy(name: str, source: Tensor, target: Tensor, blocking: bool, here: Place, there: Place) -> None:
+    """Take the GPU's temporaries of `target.copy_(source)`, and put on the clock what the CPU does not do of it. here,
+    there: the GPUs of both, of which one is None at most. Raises the allocator's OutOfMemory."""
+    sent, at_source, at_target = plan_copy(source, target, blocking, here, there)
+    gpu, temporaries = (here, at_source) if here is not None else (there, at_target)
+    assert gpu is not None
     if here is not None:
         if here.machine.charger is not None:
             here.machine.charger.before(here, [source], is_fusible=here is there)
         if here.late:
             here.late.hold(here, [source])
-    with storages.scratch(gpu, *(at_target if here is None else at_source)):
-        if here is None:
-            send(sent, None, there, is_pinned(source) and not at_source, blocking)
-        for read, written in pairwise([*passes, nbytes(target)] if here is there else passes):
-            needs = times(gpu, cost(name, (Operand((read,), 1),), (Operand((written,), 1),), gpu.spec))
-            gpu.machine.clock.launch(gpu.slot, gpu.stream, needs.seconds, needs.host, name, needs.further)
-        if here is not None and here is not there and (there is None or here.machine is there.machine):
-            send(sent, here, there, is_pinned(target) and not at_target, blocking)
+    held, passes = None, (nbytes(source), nbytes(target)) if here is there else ()
+    if temporaries:
+        held = storages.scratch(gpu, *temporaries)
+        passes = (*temporaries, nbytes(target)) if here is None else (nbytes(source), *temporaries)
+    if here is None:
+        send(sent, None, there, not at_source and is_pinned(source), blocking)
+    for read, written in pairwise(passes):
+        needs = times(gpu, cost(name, (Operand((read,), 1),), (Operand((written,), 1),), gpu.spec))
+        gpu.machine.clock.launch(gpu.slot, gpu.stream, needs.seconds, needs.host, name, needs.further)
+    if here is not None and here is not there and (there is None or here.machine is there.machine):
+        send(sent, here, there, not at_target and is_pinned(target), blocking)
+    if held is not None:
+        held.close()
     gpu.machine.follower.copy(source, target, blocking)

@@ -75,6 +75,8 @@ def _in_float32(func: torch._ops.OpOverload, rounded: int | None, args: Any, opt
             given[argument.name].copy_(wider[argument.name])
     if arguments[0].is_write:
         return args[0]
+    if isinstance(result, torch.Tensor):
+        return result.to(dtype)
     if rounded is not None:
         return *(part.to(dtype) for part in result[:rounded]), *result[rounded:]
     return tree_map_only(torch.Tensor, methodcaller("to", dtype), result)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from virtual_gpus import errors
+from virtual_gpus.clock.cost import CHARGED_ELSEWHERE
 from virtual_gpus.dispatch import creation, valueless
 from virtual_gpus.dispatch.copies import charge_copy
 from virtual_gpus.dispatch.mixed_devices import resolve_common_device
@@ -16,7 +17,7 @@ from virtual_gpus.dispatch.operators import COMPOSITE, CPU, CUDA, OpCall, Route,
 from virtual_gpus.dispatch.timing import charge_op, charge_read
 from virtual_gpus.entrance import calling_frame
 from virtual_gpus.placement.creation_sites import may_be_adopted, record_creation_site
-from virtual_gpus.placement.storages import former_gpu_of, gpu_of, has_values, place
+from virtual_gpus.placement.storages import former_gpu_of, gpu_of, place
 from virtual_gpus.threads import seen
 
 _has_storage = torch._C._has_storage
@@ -48,7 +49,8 @@ def particular(call: OpCall) -> Any:
         return valueless.value(call)
     is_dense = call.on_one_gpu or all(map(_has_storage, call.tensors))  # CUDA has other kernels for sparse tensors
     result = op.recipe(call) if is_dense else call.run()
-    charge_op(call, result)
+    if op.row.time is not CHARGED_ELSEWHERE:  # as of `.item()`
+        charge_op(call, result)
     if reads and not op.row.waits:
         charge_read(call)
     return result
@@ -59,15 +61,19 @@ def crossing(call: OpCall) -> Any:
     if call.gpu is None:
         return on_host(call)
     is_copy, target = call.op.in_place and "non_blocking" in call.op.positions, call.args[0]
-    if gpu_of(target) is None and may_be_adopted(target, call.site):
-        place(target, call.gpu)  # as `pad_sequence` makes in C++: the first copy from a GPU shows whose it is
-    if is_copy and gpu_of(target) is None and not has_values(call.args[1]):
+    there = gpu_of(target)
+    if there is None and not call.all_placed and may_be_adopted(target, call.site):
+        there = call.gpu  # as `pad_sequence` makes in C++: the first copy from a GPU shows whose it is
+        place(target, there)
+    if is_copy and there is None and call.gpu.machine.shapes_only:
         result = valueless.copy_to_host(*call.args[:2])
     else:
         valueless.prepare(call)
         result = call.compute()
     if is_copy:
-        charge_copy(call.op.base, call.tensors[1], call.tensors[0], not call["non_blocking"])
+        source = call.tensors[1]
+        here = call.gpu if there is None else gpu_of(source)
+        charge_copy(call.op.base, source, call.tensors[0], not call["non_blocking"], here, there)
     return result
 
 

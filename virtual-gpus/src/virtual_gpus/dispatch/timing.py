@@ -114,24 +114,29 @@ def send(size: int, source: Place, target: Place, pinned: bool, blocking: bool) 
     Pageable memory goes through a buffer of the driver, so the host stands still meanwhile; from pinned memory, with
     `non_blocking=True`, it goes on. Each GPU has one engine for copies in each direction.
     """
-    ends = [(gpu, lane) for gpu, lane in ((source, COPY_OUT), (target, COPY_IN)) if gpu is not None]
-    (first, _), (last, _) = ends[0], ends[-1]
+    first, last = source or target, target or source
+    assert first is not None and last is not None
     clock, link, name = first.machine.clock, first.machine.topology.pcie, TO_THE_GPU if source is None else TO_THE_CPU
     latency = link.latency * COPIES["start"]
     if first is not last:
         link, name = first.machine.topology.between(first.slot, last.slot), f"cuda:{first.index} to cuda:{last.index}"
         pinned, blocking, latency = True, False, link.latency
+        clock.hand_over(first.slot, last.slot)
     speed = link.bandwidth * COPIES["reached"]
     if not pinned:
         speed, latency, blocking = min(speed, clock.host.pageable), clock.host.pageable_copy, True
-    clock.hand_over(first.slot, last.slot)
-    now = clock.spend(clock.host.copy, first.slot)
-    clock.hand_over(first.slot, last.slot)
-    start = max(now, *(clock.ready(gpu.slot, lane) for gpu, engine in ends for lane in (gpu.stream, engine)))
+    start = clock.spend(clock.host.copy, first.slot)
+    if first is not last:
+        clock.hand_over(first.slot, last.slot)
+    ends = ((source, COPY_OUT), (target, COPY_IN))
+    for gpu, engine in ends:
+        if gpu is not None:
+            start = max(start, clock.ready(gpu.slot, gpu.stream), clock.ready(gpu.slot, engine))
     end = start + latency + size / speed
     for gpu, engine in ends:
-        clock.occupy(gpu.slot, engine, start, end, "copy", name)
-        clock.hold(gpu.slot, gpu.stream, end)
+        if gpu is not None:
+            clock.occupy(gpu.slot, engine, start, end, "copy", name)
+            clock.hold(gpu.slot, gpu.stream, end)
     if blocking:
         clock.wait(end, first.slot)
 

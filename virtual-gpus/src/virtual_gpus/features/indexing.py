@@ -4,6 +4,7 @@ What is added up by indices that may repeat is sorted by them first, with tempor
 """
 
 import functools
+from contextlib import nullcontext
 from itertools import zip_longest
 from math import prod
 from weakref import WeakKeyDictionary
@@ -108,7 +109,7 @@ def _make_indices(call: OpCall) -> list[int]:
             if not fits:  # C++ warns of bytes, refuses shapes
                 charge_read(call)
             else:
-                with seen(), assuming(True):
+                with seen(), assuming(True) if call.gpu.machine.shapes_only else nullcontext():
                     expanded = index.nonzero().unbind(1)
         indices += expanded
     call.args = (tensor, indices, *others)

@@ -66,10 +66,13 @@ def _figures(tally: Tally) -> Iterable[tuple[int, int, int]]:
 
 def _entry(small: tuple[int, int, int], large: tuple[int, int, int], peak: int) -> dict[str, dict[str, int]]:
     """One metric of both pools, out of `_figures`. They need not have had their peaks at the same time."""
-    first, second = ({"current": now, "peak": own_peak, "allocated": up, "freed": up - now}
-                     for now, own_peak, up in (small, large))  # fmt: skip
-    total = {key: first[key] + second[key] for key in first} | {"peak": peak}
-    return {"all": total, "small_pool": first, "large_pool": second}
+    (now, own, up), (other_now, other_own, other_up) = small, large
+    return {
+        "all": {"current": now + other_now, "peak": peak, "allocated": up + other_up,
+                "freed": up - now + other_up - other_now},
+        "small_pool": {"current": now, "peak": own, "allocated": up, "freed": up - now},
+        "large_pool": {"current": other_now, "peak": other_own, "allocated": other_up, "freed": other_up - other_now},
+    }  # fmt: skip
 
 
 def _active(tally: Tally, like: str) -> int:

@@ -9,6 +9,7 @@ autograd graph. When the record of a storage on a GPU goes, its block goes back 
 import functools
 from collections.abc import Sequence
 from itertools import repeat
+from operator import attrgetter
 from typing import Any, Self
 
 import torch
@@ -17,7 +18,7 @@ from torch.overrides import has_torch_function_unary
 from virtual_gpus.machine import VirtualGPU, active
 from virtual_gpus.threads import this_thread
 
-_CPU = torch.device("cpu")
+_CPU, _is_pinned = torch.device("cpu"), attrgetter("_record.pinned")
 # Not `torch`'s, which are patches while GPUs are on.
 _empty, _empty_strided = torch._C._VariableFunctions.empty, torch._C._VariableFunctions.empty_strided
 RAW_DEVICE = torch._C.TensorBase.device.__get__  # as C++ sees it: cpu or meta
@@ -249,7 +250,7 @@ def block_address(tensor: torch.Tensor) -> int | None:
 
 def is_pinned(tensor: torch.Tensor) -> bool:
     """True for a CPU tensor that says it is pinned."""
-    return all([storage._record.pinned for storage in storages(tensor)])
+    return all(map(_is_pinned, storages(tensor)))
 
 
 def pin(tensor: torch.Tensor) -> torch.Tensor:

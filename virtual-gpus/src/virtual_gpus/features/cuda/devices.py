@@ -17,7 +17,9 @@ def gpu_at(device: Device = None, initialize: bool = True) -> VirtualGPU:
     """The GPU that an index, a name, a device or None (the current one) means. initialize: if CUDA would."""
     enter_thread()
     machine = get_machine()
-    index = machine.current if device is None else torch.cuda._utils._get_device_index(device, optional=True)
+    index = machine.current if device is None else device
+    if not isinstance(index, int):
+        index = torch.cuda._utils._get_device_index(index, optional=True)
     return find_gpu(machine, torch.device("cuda", index), initialize)
 
 

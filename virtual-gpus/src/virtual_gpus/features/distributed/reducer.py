@@ -37,7 +37,7 @@ class _Buckets(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is torch.ops.aten.copy_.default and gpu_of(args[0]) is None and not has_values(args[1]):
-            charge_copy("copy_", args[1], args[0], blocking=True)
+            charge_copy("copy_", args[1], args[0], True, gpu_of(args[1]), None)
             return args[0]  # the order of the buckets, back from rank 0: it has no values, so this rank's own stays
         result = func(*args, **kwargs)
         if kwargs.get("device") is not None:  # a bucket, or the numbers in which rank 0 sends the order of the buckets

@@ -128,6 +128,7 @@ class _Streams(threading.local):
     """Of a GPU: this thread's stream (None: the default one), its changes (`make_current`), and what all made."""
 
     stream: Stream | None = None
+    default: Stream | None = None
 
     def __init__(self, made: "defaultdict[int, count[int]]") -> None:
         self.made, self.changes = made, list[tuple[int, Stream | None]]()
@@ -210,7 +211,10 @@ def _is_past(gpu: VirtualGPU, time: float) -> bool:
 
 def default_stream(device: _Device = None) -> Stream:
     """The stream that everything runs on unless told otherwise (id 0)."""
-    return Stream(gpu_at(device).index, stream_id=0)
+    gpu = gpu_at(device)
+    streams = _streams.of(gpu)
+    streams.default = streams.default or Stream(gpu.index, stream_id=0)
+    return streams.default
 
 
 def current_stream(device: _Device = None) -> Stream:

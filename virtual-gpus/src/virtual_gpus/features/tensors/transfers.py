@@ -13,7 +13,7 @@ from virtual_gpus.dispatch.operators import Row
 from virtual_gpus.entrance import entrance
 from virtual_gpus.features.tensors.attributes import get_device
 from virtual_gpus.features.tensors.device_numbers import named
-from virtual_gpus.machine import active, find_gpu
+from virtual_gpus.machine import VirtualGPU, active, find_gpu
 from virtual_gpus.patches.table import Patch
 from virtual_gpus.placement.storages import gpu_of, has_values, is_fake, pin
 from virtual_gpus.placement.storages import is_pinned as says_pinned
@@ -39,8 +39,8 @@ def _parse_to(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[torch.devi
         blocking = not _flag(args[1:], 0, kwargs, "non_blocking")
         return other.device, other.dtype, _flag(args[1:], 1, kwargs), kwargs.get("memory_format"), blocking
     position = 2 if args and isinstance(args[0], torch.dtype) else 3
-    copy = _flag(args, position, kwargs)
-    kwargs.pop("copy", None)  # PyTorch's parser for modules, used here, knows no such argument
+    # PyTorch's parser for modules, used here, knows no such argument.
+    copy = args[position] if len(args) > position else kwargs.pop("copy", False)
     device, dtype, non_blocking, memory_format = torch._C._nn._parse_to(*args[:position], **kwargs)
     return device, dtype, copy, memory_format, not non_blocking
 
@@ -61,24 +61,28 @@ def to(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
             return torch.ops.aten._to_copy.default(self, dtype=dtype, memory_format=memory_format)
     if device is None or device.type not in ("cpu", "cuda"):
         return _raw["to"](self, *args, **kwargs)
-    enter_thread()
     target = find_gpu(machine, device) if device.type == "cuda" else None
+    return _moved(self, target, dtype, memory_format, copy, blocking)
+
+
+def _moved(self: Tensor, target: VirtualGPU | None, dtype: Dtype, layout: Format, copy: bool, blocking: bool) -> Tensor:
+    enter_thread()
     if is_fake(type(self)):  # it is on no GPU, see `dispatch.mode`
-        memory_format = memory_format or torch.preserve_format
-        return _raw["to"](self, "cpu", dtype or self.dtype, not blocking, copy, memory_format=memory_format)
-    return move(self, target, dtype, memory_format, copy, blocking)
+        layout = layout or torch.preserve_format
+        return _raw["to"](self, "cpu", dtype or self.dtype, not blocking, copy, memory_format=layout)
+    return move(self, target, dtype, layout, copy, blocking)
 
 
 @entrance
 def cuda(self: Tensor, device: Device = None, non_blocking: bool = False, memory_format: Format = _AS_IS) -> Tensor:
     """`Tensor.cuda`: to the current GPU, or to the one named."""
     machine = active()
-    if machine is None or has_torch_function_unary(self):
+    if machine is None or this_thread.in_kernel or has_torch_function_unary(self):
         return _raw["cuda"](self, device, non_blocking, memory_format=memory_format)
     device = as_device(device) or torch.device("cuda", machine.current)
     if device.type != "cuda":
         raise RuntimeError(f"Invalid device, must be cuda device (got {device})")
-    return to(self, device, non_blocking=non_blocking, memory_format=memory_format)
+    return _moved(self, find_gpu(machine, device), None, memory_format, False, not non_blocking)
 
 
 def cpu(self: Tensor, memory_format: Format = _AS_IS) -> Tensor:
