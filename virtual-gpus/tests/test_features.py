@@ -48,6 +48,8 @@ def train():
         output.sum().backward()
         (torch.optim.SGD if "streams" in GONE else torch.optim.AdamW)(layers.parameters(), 0.1).step()
         assert output.device == torch.device("cuda:1") and layers[1].weight_hh_l0.grad.any()
+        with torch.accelerator.device_index(1):  # as each thread of nn.DataParallel does
+            assert torch.cuda.current_device() == 1
         store = torch.distributed.HashStore()
         torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
         torch.distributed.all_reduce(total := torch.ones(2))

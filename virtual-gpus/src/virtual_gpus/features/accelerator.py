@@ -40,7 +40,5 @@ def patches() -> list[Patch]:
                       set_device_index=cuda.set_device, set_device_idx=cuda.set_device,
                       get_memory_info=memory_figures.mem_get_info,
                       empty_host_cache=lambda: None)  # pinned memory is not kept  # fmt: skip
-    rows += [(torch._C, "_accelerator_exchangeDevice", cuda._exchange_device),  # `with device_index(1):`
-             (torch._C, "_accelerator_maybeExchangeDevice", cuda._maybe_exchange_device)]  # fmt: skip
     rows.append((torch, "get_device_module", around(torch.get_device_module, get_device_module)))
     return [*rows, (torch._C, "_get_accelerator", _get_accelerator)]

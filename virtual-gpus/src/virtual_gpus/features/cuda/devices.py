@@ -181,6 +181,8 @@ def patches() -> list[Patch]:
     renamed = {"init": _lazy_init, "memory_usage": utilization, "ipc_collect": lambda: None}
     return in_package("torch.cuda", *functions, **renamed) + [
         (torch._C, "_cuda_setDevice", set_device),
+        (torch._C, "_accelerator_exchangeDevice", _exchange_device),  # `with device_index(1):`
+        (torch._C, "_accelerator_maybeExchangeDevice", _maybe_exchange_device),
         (torch, "Generator", Generator),
         (torch.cuda, "default_generators", DefaultGenerators()),
         (torch, "_use_cudnn_rnn_flatten_weight", lambda: False),  # `flatten_parameters` leaves the weights as they are
