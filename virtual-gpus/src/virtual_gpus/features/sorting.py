@@ -30,15 +30,14 @@ def _sort_buffers(tensor: torch.Tensor, dim: int) -> list[int]:
     if (length := tensor.shape[dim]) <= _SHORT:
         return [8 * length]
     numbers, positions = tensor.nbytes, 8 * tensor.numel()
-    is_dense = tensor.is_contiguous() or torch.ops.aten.is_non_overlapping_and_dense(tensor)
-    packed: list[int] = [] if is_dense else [numbers]
+    copy: list[int] = [] if tensor.is_contiguous() or torch.ops.aten.is_non_overlapping_and_dense(tensor) else [numbers]
     if tensor.stride(dim) > 1:
-        packed = [numbers, numbers, positions]
+        copy = [numbers, numbers, positions]
     if positions == 8 * length or length >= _LONG:  # row by row
-        return [*packed, 8 * length, length * (tensor.itemsize + 8)]
+        return [*copy, 8 * length, length * (tensor.itemsize + 8)]
     if positions >= 8 * length * _MANY:
-        return [*packed, positions, numbers + positions]
-    return [*packed, positions, positions, numbers, numbers + positions]
+        return [*copy, positions, numbers + positions]
+    return [*copy, positions, positions, numbers, numbers + positions]
 
 
 def sort(call: OpCall) -> Any:

@@ -24,7 +24,7 @@ from types import MappingProxyType
 from typing import Any
 
 from virtual_gpus.memory import blocks, expandable
-from virtual_gpus.memory.blocks import FREE, FREEING, USED, Block, BlockPool, Segment, Stream, StreamWaits, cut_off
+from virtual_gpus.memory.blocks import FREE, FREEING, USED, Block, BlockPool, Segment, Stream, StreamWaits
 from virtual_gpus.memory.device import DeviceMemory, Observer
 from virtual_gpus.memory.options import LARGE_SEGMENT, SMALL_REQUEST, UNLIMITED, Options
 from virtual_gpus.memory.report import OutOfMemory, oom_message, segment_entries
@@ -187,8 +187,8 @@ class CachingAllocator:
         """A used block, or None when memory ran out. The last step, entering it in _live, makes it so."""
         if self._waits.waiting:
             self._complete_waits()
-        options, default = self.options, self._always_default
-        size = (nbytes + 511) & -512 if default else options.rounded(nbytes)
+        default = self._always_default
+        size = (nbytes + 511) & -512 if default else self.options.rounded(nbytes)
         small = size <= SMALL_REQUEST
         pool = (self._small_pools if small else self._large_pools).get(stream) or self._new_pool(small, stream)
         free, tally = pool.free, pool.tally
@@ -199,9 +199,12 @@ class CachingAllocator:
         if block is None:
             return None
         remaining, was_split = block.size - size, block.next is not None or block.prev is not None
-        if remaining >= pool.split_from and (default or size < options.max_split or options.expandable):
-            rest = cut_off(block, size)
+        if remaining >= pool.split_from and (default or size < self.options.max_split or self.options.expandable):
+            rest = Block(block.address + size, remaining, pool, block, block.next, block.arena)  # as `cut_off` does
             rest.born = tally.searches  # as `put` does
+            if rest.next is not None:
+                rest.next.prev = rest
+            block.next, block.size = rest, size
             insort(free, (remaining, rest.address, rest))
             if block.arena is not None:
                 pass  # free memory of expandable segments can always go back
@@ -222,7 +225,7 @@ class CachingAllocator:
         tally.requested_bytes += nbytes
         tally.requested_bytes_up += nbytes
         self._stats.rising = True
-        if not default and size >= options.max_split:
+        if not default and size >= self.options.max_split:
             self._stats.oversize_allocations.change(1)
         address = block.address
         if owner is not None:

@@ -163,22 +163,21 @@ class AllocatorStats:
 
     def change_splits(self, tally: Tally, blocks: int, nbytes: int) -> None:
         """Count free blocks that share a segment with used ones ("inactive split"): they cannot go back."""
-        both = self.both
         tally.inactive_split += blocks
         tally.inactive_split_bytes += nbytes
         if blocks > 0:
             tally.inactive_split_up += blocks
             if tally.inactive_split > tally.inactive_split_peak:
                 tally.inactive_split_peak = tally.inactive_split
-            if (total := self.small.inactive_split + self.large.inactive_split) > both.inactive_split_peak:
-                both.inactive_split_peak = total
+            if (total := self.small.inactive_split + self.large.inactive_split) > self.both.inactive_split_peak:
+                self.both.inactive_split_peak = total
         if nbytes > 0:
             tally.inactive_split_bytes_up += nbytes
             if tally.inactive_split_bytes > tally.inactive_split_bytes_peak:
                 tally.inactive_split_bytes_peak = tally.inactive_split_bytes
             total = self.small.inactive_split_bytes + self.large.inactive_split_bytes
-            if total > both.inactive_split_bytes_peak:
-                both.inactive_split_bytes_peak = total
+            if total > self.both.inactive_split_bytes_peak:
+                self.both.inactive_split_bytes_peak = total
 
     def change_reserved(self, tally: Tally, segments: int, nbytes: int) -> None:
         """Count what was taken from the GPU, or went back to it: whole segments, or (0 of them) pages of one."""

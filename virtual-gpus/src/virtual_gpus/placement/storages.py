@@ -89,14 +89,13 @@ class scratch:
     """Memory that a kernel takes on the way: a block of each size on `gpu`, in order.
 
     They are there until the block of code ends (`with scratch(...):`), or are given back at once (`scratch(...)`), the
-    last one first, as Python lets go of the elements of a list. A size of 0 takes nothing. Raises OutOfMemory.
+    last one first, as a list lets go of its elements. A size of 0 takes nothing. Raises OutOfMemory, and keeps none.
     """
 
     __slots__ = ("_gpu", "_held")
 
     def __init__(self, gpu: VirtualGPU, *sizes: int):
         self._gpu = gpu
-        # If one does not fit, the list is not finished, and lets go of its blocks.
         self._held = list(map(ScratchBlock, repeat(gpu), filter(None, sizes)))
 
     def __enter__(self) -> Self:
