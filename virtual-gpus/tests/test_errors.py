@@ -66,6 +66,16 @@ def test_types_that_differ_are_refused(words, code, shapes_only):
         run(code)
 
 
+@pytest.mark.parametrize("code", rows_of_features("same_words"))
+def test_mistakes_are_told_in_the_same_words_without_values(code):
+    told = []
+    for shapes_only in (False, True):
+        with virtual_gpus(1, shapes_only=shapes_only), pytest.raises((RuntimeError, IndexError, ValueError)) as raised:
+            run(code)
+        told.append((raised.type, str(raised.value), raised.value.__context__))  # which would hold tensors
+    assert told[0] == told[1]
+
+
 @pytest.mark.parametrize("code", rows_of_features("computed"))
 def test_what_cuda_computes(code):
     assert run(code)

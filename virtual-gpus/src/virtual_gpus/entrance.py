@@ -53,6 +53,8 @@ def seen_from_outside(error: BaseException) -> str | None:
     Its traceback ends at the caller's line now. Functions that are entrances themselves call this, after they have let
     go of their arguments. None of their names may hold the new error, whose traceback holds them and their callers.
     """
+    if error.__suppress_context__ and error.__context__ is not None:  # the same in other words: its frames hold inputs
+        error.__context__.__traceback__ = error.__context__ = None
     if not isinstance(error, OutOfMemory):
         traceback = error.__traceback__  # below frames of this package may be others, as of a custom operator
         while traceback is not None and traceback.tb_frame.f_code.co_filename.startswith(_HERE):

@@ -21,7 +21,7 @@ from virtual_gpus.machine import VirtualGPU
 from virtual_gpus.placement.creation_sites import Site, calling_site
 from virtual_gpus.placement.random_numbers import count_draws, default_generator, device_of_generator, drawing_from
 from virtual_gpus.placement.storages import UNRECORDED, Record, follow_size, gpu_of, place_all, put, scratch, tensors_in
-from virtual_gpus.threads import this_thread
+from virtual_gpus.threads import below, this_thread
 
 CUDA, CPU = torch._C.DispatchKey.CUDA, torch._C.DispatchKey.CPU
 COMPOSITE = (torch._C.DispatchKey.CompositeExplicitAutograd, torch._C.DispatchKey.CompositeImplicitAutograd)
@@ -40,8 +40,7 @@ class Row:
     device of those before it and its own, the error for it, or None for the usual one. crosses: whether its tensors, or
     those of lists, may be on different devices. by_element: whether element i of its lists stays on a GPU of its own.
     size_is_known: whether the host knows the size of a result that hangs on values, and need not wait. waits: whether
-    its recipe waits for the values that it reads. refuses_mixtures: whether the CPU's kernel refuses the mixtures of
-    types that CUDA's does, and PyTorch's function for tensors without values does not.
+    its recipe waits for the values that it reads. refuses_more: if kernels refuse what PyTorch takes without values.
     """
 
     time: OperatorClass
@@ -54,7 +53,7 @@ class Row:
     by_element: bool = False
     size_is_known: Callable[["OpCall"], bool] = lambda call: False
     waits: bool = False
-    refuses_mixtures: bool = False
+    refuses_more: bool = False
 
 
 # Features add theirs: by the base name of an operator ("mm"), or "_foreach_*" for all of these that have none; by
@@ -317,18 +316,12 @@ class OpCall:
         return result
 
     def _call_meta_kernel(self) -> Any:
-        """What PyTorch answers without values. The CPU refuses more types, so it is asked first, of a few numbers."""
-        mixed = self.op.row.refuses_mixtures and len({tensor.dtype for tensor in self.tensors}) > 1
-        if mixed or (self.op.in_place and torch.Tag.pointwise in self.op.tags):
-            given = self.args, self.kwargs
-            self.args, self.kwargs = tree_map_only(_Tensor, _few_zeros, given)
-            try:
-                self._call_kernel()
-            except RuntimeError as error:
-                if mixed or "can't be cast" in str(error):  # sizes are not the right ones
-                    raise
-            self.args, self.kwargs = given
-        return self._call_kernel()
+        """What PyTorch answers without values. The CPU's kernel refuses more, so where that shows, it is asked too."""
+        result, op = self._call_kernel(), self.op
+        counts = self.on_one_gpu and all(tensor.dtype is not torch.bool for tensor in self.tensors)  # not so of a mask
+        if (op.row.refuses_more and counts) or (op.in_place and torch.Tag.pointwise in op.tags):
+            self._refuse(None)
+        return result
 
     def _call_kernel(self) -> Any:
         """What the kernel answers. Its errors are told in CUDA's words."""
@@ -338,16 +331,50 @@ class OpCall:
                 with drawing_from(default_generator(self.gpu)):
                     return self.kernel(*self.args, **self.kwargs)
             return self.kernel(*self.args, **self.kwargs)
-        except (RuntimeError, TypeError) as error:
-            errors.raise_instead_of(error, self.func.name(), self.gpu.machine.shapes_only)
+        except Exception as error:
+            self._refuse(error)
             raise
         finally:
             this_thread.in_kernel = False
 
+    def _refuse(self, error: Exception | None) -> None:
+        """Raise what CUDA says in place of a kernel's `error`, or of none. Without values, the CPU's kernel says it."""
+        told, shapes_only = error, self.gpu.machine.shapes_only
+        if shapes_only and self.func.namespace == "aten" and not self.op.takes_generator:  # it would draw
+            told = self._error_of_cpu(error is not None) or error
+        if told is not None:
+            errors.raise_instead_of(told, self.func.name(), shapes_only)
+            if told is not error:
+                raise told from None
 
-def _few_zeros(tensor: torch.Tensor) -> torch.Tensor:
-    """On the CPU, in the type of `tensor`. Sizes above 4 become 4, so equal ones stay equal."""
-    return tensor.new_zeros([min(size, 4) for size in tensor.shape], device="cpu")
+    def _error_of_cpu(self, is_refused: bool) -> Exception | None:
+        """What the CPU's kernel says to these shapes, or None. It computes what it takes, so it is asked of few numbers
+        first: equal sizes stay equal. is_refused: whether PyTorch refuses these without values, so it must those."""
+        sizes = sorted({size for tensor in self.tensors for size in tensor.shape})
+        few = {size: min(size, 8 + rank) for rank, size in enumerate(sizes, 1)}
+        if self._error_of_zeros(few) is None or (self._error_of_zeros(few, "meta") is not None) != is_refused:
+            return None
+        error = self._error_of_zeros({})
+        return None if "DefaultCPUAllocator" in str(error) or str(error) == "ZeroDivisionError" else error
+
+    def _error_of_zeros(self, few: dict[int, int], device: str = "cpu") -> Exception | None:
+        """What the kernel raises for zeros. few: what sizes become; if there are none, a tensor is one, many times."""
+        written = [id(tensor) for name, tensor in self.named_tensors() if name in self.op.written]
+
+        def stand_in(value: Any) -> Any:
+            if isinstance(value, int):  # it may be a size
+                return few.get(value, value)
+            shape = [few.get(size, size) for size in value.shape]
+            zeros = value.new_zeros(shape if few else (), device=device).expand(shape)
+            return zeros.new_empty(shape) if id(value) in written else zeros if value.is_meta else value
+
+        try:
+            with below(), torch._C._DisableTorchDispatch():  # the program's modes do not see it
+                args, kwargs = tree_map_only((_Tensor, int), stand_in, (self.args, self.kwargs))
+                self.kernel(*args, **kwargs)
+        except Exception as error:
+            return error.with_traceback(None)  # its frames hold the tensors
+        return None
 
 
 def asked_generator(call: OpCall, device: str) -> torch.Generator | None:

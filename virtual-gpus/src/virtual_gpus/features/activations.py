@@ -60,7 +60,7 @@ def one_kernel(owner: Any, name: str) -> Callable[..., torch.Tensor]:
 _FORWARD, _BACKWARD = moves(**_FITTED["softmax"]), moves(**_FITTED["softmax_backward"])
 _softmax = partial(Row, cpu_kernel=partial(partial, of_halves))
 OPERATORS = {
-    **dict.fromkeys(("_softmax", "_log_softmax"), _softmax(_FORWARD, channels_first("self"))),
+    **dict.fromkeys(("_softmax", "_log_softmax"), _softmax(_FORWARD, channels_first("self"), refuses_more=True)),
     "_softmax_backward_data": _softmax(_BACKWARD, softmax_backward),
     "_log_softmax_backward_data": _softmax(_BACKWARD, channels_first("grad_output", "output")),
     "log_sigmoid_forward": Row(READS_AND_WRITES, log_sigmoid),

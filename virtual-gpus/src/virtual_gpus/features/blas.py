@@ -255,7 +255,7 @@ _bmm = partial(with_workspace, kernel="baddbmm_cuda", where=slice(0, 2))
 _baddbmm = partial(with_workspace, kernel="baddbmm_cuda", where=slice(1, 3))
 _mv = partial(with_workspace, kernel="addmv_impl_cuda", where=slice(0, 2))
 _addmv = partial(with_workspace, kernel="addmv_impl_cuda", where=slice(1, 3))
-_of_one_type = partial(Row, refuses_mixtures=True)
+_of_one_type = partial(Row, refuses_more=True)
 OPERATORS = {
     "mm": _of_one_type(_PRODUCT, _mm, cpu_kernel=_in_its_type),
     "bmm": _of_one_type(_PRODUCT, _bmm, cpu_kernel=_in_its_type),

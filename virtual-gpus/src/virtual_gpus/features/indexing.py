@@ -202,24 +202,24 @@ _OF_PRODUCTS = not_deterministic(
     "scatter_reduce_cuda_kernel", lambda call: call.op.name.endswith(".reduce") and call["reduce"] == "multiply"
 )
 _OF_REDUCED = not_deterministic("scatter_reduce_cuda_prod_", lambda call: call["reduce"] == "prod")
-_indexed = functools.partial(Row, on_host={"indices"}, mixture=elsewhere, size_is_known=_are_integers)
+_named = functools.partial(Row, on_host={"indices"}, mixture=elsewhere, size_is_known=_are_integers, refuses_more=True)
 OPERATORS = {
-    **dict.fromkeys(("index", "_unsafe_index"), _indexed(cost.TAKES, index, waits=True)),
-    **dict.fromkeys(("index_put", "index_put_", "_index_put_impl_", "_unsafe_index_put"), _indexed(_PUTS, index_put)),
+    **dict.fromkeys(("index", "_unsafe_index"), _named(cost.TAKES, index, waits=True)),
+    **dict.fromkeys(("index_put", "index_put_", "_index_put_impl_", "_unsafe_index_put"), _named(_PUTS, index_put)),
     "lift_fresh": Row(cost.FREE, cpu_kernel=lambda func: _lift),
     "masked_select": Row(CHARGED_ELSEWHERE, masked_select, waits=True),
     **dict.fromkeys(("masked_scatter", "masked_scatter_"), Row(_CHOOSES, masked_scatter)),
-    "index_fill": Row(_FILLS),
+    "index_fill": Row(_FILLS, refuses_more=True),
     "index_fill_": Row(_FILLS, on_host={"index"}),  # x[i] = 5, where C++ sees CPU tensors; on CUDA it is index_put_
     "repeat_interleave": Row(_REPEATS, repeat_interleave, size_is_known=lambda call: call["output_size"] is not None),
-    **dict.fromkeys(("index_select", "gather", "take"), Row(cost.TAKES)),
-    "index_copy": Row(_COPIES),
-    **dict.fromkeys(("index_add", "scatter_add"), Row(_ADDS, refuses_mixtures=True)),
+    **dict.fromkeys(("index_select", "gather", "take"), Row(cost.TAKES, refuses_more=True)),
+    "index_copy": Row(_COPIES, refuses_more=True),
+    **dict.fromkeys(("index_add", "scatter_add"), Row(_ADDS, refuses_more=True)),
     **dict.fromkeys(("select_backward", "slice_backward", "unfold_backward"), Row(_INTO_ZEROS)),
     "masked_fill": Row(READS_AND_WRITES, mixture=elsewhere),
-    "index_reduce": Row(_ADDS, check=not_deterministic("index_reduce_cuda")),
+    "index_reduce": Row(_ADDS, check=not_deterministic("index_reduce_cuda"), refuses_more=True),
     # The CPU's kernel refuses the other calls of `put_` itself.
-    "put": Row(_SCATTERS, check=not_deterministic("put_", lambda call: call["accumulate"])),
+    "put": Row(_SCATTERS, check=not_deterministic("put_", lambda call: call["accumulate"]), refuses_more=True),
     "scatter": Row(_SCATTERS, check=_OF_PRODUCTS),
     "scatter_reduce": Row(_SCATTERS, check=_OF_REDUCED),
 }

@@ -80,12 +80,12 @@ def ctc_loss(log_probs: Any, targets: Any, input_lengths: Any, target_lengths: A
 _PICKS = OperatorClass(_nll_cost, arguments=("grad_output",))
 _OF_IMAGES = not_deterministic("nll_loss2d_forward_out_cuda_template", lambda call: call["reduction"] != _NO_REDUCTION)
 OPERATORS = {
-    "nll_loss_forward": Row(_PICKS, packed("target"), refuses_mixtures=True),
+    "nll_loss_forward": Row(_PICKS, packed("target"), refuses_more=True),
     "nll_loss_backward": Row(_PICKS, packed("target")),
-    "nll_loss2d_forward": Row(_PICKS, nll_loss_of_images, _OF_IMAGES, refuses_mixtures=True),
+    "nll_loss2d_forward": Row(_PICKS, nll_loss_of_images, _OF_IMAGES, refuses_more=True),
     "nll_loss2d_backward": Row(_PICKS, nll_loss_of_images),
     **dict.fromkeys(("mse_loss", "smooth_l1_loss", "soft_margin_loss"), Row(READS_AND_WRITES, reduced_in_place)),
-    "binary_cross_entropy": Row(READS_AND_WRITES, reduced_in_place, refuses_mixtures=True),
+    "binary_cross_entropy": Row(READS_AND_WRITES, reduced_in_place, refuses_more=True),
     "huber_loss": Row(READS_AND_WRITES, reduced),
     "binary_cross_entropy_with_logits": Row(READS_AND_WRITES, with_logits),
     "_ctc_loss_backward": Row(READS_AND_WRITES, lambda call: call.run(nbytes(call["log_alpha"])),  # log_beta

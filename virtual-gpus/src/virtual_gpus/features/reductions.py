@@ -120,7 +120,7 @@ OPERATORS = {
     **dict.fromkeys(("sum", "mean", "prod", "nansum"), Row(_REDUCES, total)),
     **dict.fromkeys(("linalg_vector_norm", "linalg__powsum", "norm"), Row(_REDUCES, partial(total, of_norm=True))),
     **dict.fromkeys(("amax", "amin", "all", "any"), Row(_REDUCES, reduction)),
-    **dict.fromkeys(("max", "min"), Row(_REDUCES, extreme)),
+    **dict.fromkeys(("max", "min"), Row(_REDUCES, extreme, refuses_more=True)),
     **dict.fromkeys(("argmax", "argmin"), Row(_REDUCES, index_of_largest)),
     # Welford's mean, squares and twice the count, and the smallest number beside the largest.
     **dict.fromkeys(("var", "std", "var_mean", "std_mean"), Row(_REDUCES, partial(reduction, numbers=4, least=16))),

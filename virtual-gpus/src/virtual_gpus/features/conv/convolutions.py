@@ -175,6 +175,6 @@ _TIMES = OperatorClass(convolution_costs.forward, is_fusible=False, tf32_setting
 _FORWARD = _TIMES._replace(arguments=DECIDING, flag=torch._C._get_cudnn_enabled)
 _BACKWARD = _FORWARD._replace(formula=convolution_costs.backward, arguments=(*_FORWARD.arguments, "output_mask"))
 OPERATORS = {
-    "convolution": Row(_FORWARD, convolution, cpu_kernel=widened, mixture=unlike_input),
+    "convolution": Row(_FORWARD, convolution, cpu_kernel=widened, mixture=unlike_input, refuses_more=True),
     "convolution_backward": Row(_BACKWARD, convolution_backward, cpu_kernel=widened),
 }
