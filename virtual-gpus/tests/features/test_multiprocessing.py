@@ -109,7 +109,7 @@ def test_ways_to_share():
         assert found["theirs"].data_ptr() == x.data_ptr()  # it has come back to where it was made
         assert torch.cuda.memory_allocated(1) == 4096
         assert join(process) == 0
-        assert net.weight.is_shared()
+        assert x.is_shared()  # as all tensors on GPUs are
         process = FORK.Process(target=torch.nn.init.constant_, args=(net.weight, 7.0))
         process.start()
         assert join(process) == 0
@@ -124,7 +124,7 @@ def test_ways_to_share():
         queue = FORK.SimpleQueue()
         queue.put(torch.ones(3, 4, device="cuda:1"))
         x = queue.get()
-        assert (str(x.device), x.shape) == ("cuda:1", (3, 4))
+        assert (str(x.device), x.shape, x.share_memory_().is_shared()) == ("cuda:1", (3, 4), True)
 
 
 def network():

@@ -40,8 +40,7 @@ _messages: weakref.WeakSet[Any] = weakref.WeakSet()  # works of messages: gloo m
 
 def _check(call: "_Method", op: Any, tensors: Sequence[torch.Tensor]) -> None:
     """`check_gpu_single_tensor`, the types, `getNcclReduceOp`, and the sizes. op: of a reduction, or None."""
-    name, kind, ranks, ops = call.name, kind_of(call.name), call.group.size(), torch.distributed.ReduceOp
-    row = TRAFFIC[kind]
+    name, kind, row, ranks = call.name, kind_of(call.name), TRAFFIC[kind_of(call.name)], call.group.size()
     for tensor in tensors:
         refuse(name == "allreduce" and tensor.layout != torch.strided, "sparse")
         refuse(gpu_of(tensor) is None or tensor.layout != torch.strided, "elsewhere")
@@ -57,8 +56,9 @@ def _check(call: "_Method", op: Any, tensors: Sequence[torch.Tensor]) -> None:
     if name in MESSAGES and call.root == call.group.rank():
         raise errors.not_modelled("a message of a rank to itself", "Copy the tensor.")
     for refused in ("BAND", "BOR", "BXOR") if op is not None else ():
-        refuse(op == getattr(ops, refused), "operation", op=refused)
-    refuse(op is not None and op == ops.AVG and tensors[0].dtype == torch.bool, "mean of booleans")
+        refuse(op == getattr(torch.distributed.ReduceOp, refused), "operation", op=refused)
+    mean = op is not None and op == torch.distributed.ReduceOp.AVG
+    refuse(mean and tensors[0].dtype == torch.bool, "mean of booleans")
     for side in reversed(row.whole):
         sides = call.args[side], call.args[1 - side]
         for whole, part in zip(*sides, strict=True) if name.endswith("_coalesced") else [sides]:
@@ -90,8 +90,7 @@ def _check_parts(call: "_Method", side: int, whole: Any, part: Any) -> None:
             refuse(one.dtype != own.dtype, "type in list", i=i, types=(own.dtype, one.dtype), **shown)
             sizes = [", ".join(map(str, tensor.shape)) for tensor in (own, one)]
             refuse(one.shape != own.shape, "size in list", i=i, sizes=sizes, **shown)
-        uneven = row.whole != (0, 1) and mine.numel() != own.numel()
-        refuse(uneven, "reduce of parts" if row.reduces else "broadcast of parts")
+        refuse(row.whole != (0, 1) and mine.numel() != own.numel(), "uneven sum" if row.reduces else "uneven")
 
 
 def _sends_objects() -> bool:
@@ -244,9 +243,8 @@ def _each_alone(call: _Method) -> Any:
 def _gather_single(call: _Method) -> Any:
     """Gloo has it for lists only."""
     group, (whole, part, *options) = call.group, call.args
-    is_here, parts = call.root == group.rank(), whole.view(-1).chunk(group.size())
-    parts = [[each.view(part.shape) for each in parts]] if is_here else []
-    return group.gather(parts, [part], *options)
+    parts = [each.view(part.shape) for each in whole.view(-1).chunk(group.size())] if call.root == group.rank() else []
+    return group.gather([parts] if parts else [], [part], *options)
 
 
 def _way(name: str) -> Callable[[_Method], Any]:

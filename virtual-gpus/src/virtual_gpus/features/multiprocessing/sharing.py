@@ -13,11 +13,9 @@ from typing import Any
 import torch
 
 from virtual_gpus.machine import find_gpu, get_machine
-from virtual_gpus.patches.table import Patch
+from virtual_gpus.patches.table import Patch, wrapped
 from virtual_gpus.placement.storages import StorageAllocation, record_of
 from virtual_gpus.threads import below
-
-_raw_share_memory = torch.UntypedStorage.share_memory_
 
 
 class _SharedStorage:
@@ -57,14 +55,20 @@ def _new_shared_cuda(device: int, handle: bytes, nbytes: int, *others: Any) -> t
     return storage
 
 
-def share_memory_(self: torch.UntypedStorage) -> torch.UntypedStorage:
-    """Put the numbers into shared memory for forked processes, in which a real GPU's memory cannot be used at all."""
+def share_memory_(function: Callable[..., Any], self: torch.UntypedStorage) -> torch.UntypedStorage:
+    """Put the numbers, if there are any, into shared memory for forked processes. CUDA has them there in any case."""
     with below():  # where the storage says that it is on the CPU
-        return _raw_share_memory(self)
+        has_numbers = record_of(self).gpu is None or self.device.type != "meta"
+        return function(self) if has_numbers else self
+
+
+def is_shared(function: Callable[..., Any], self: torch.UntypedStorage) -> bool:
+    return record_of(self).gpu is not None or function(self)
 
 
 def patches() -> list[Patch]:
-    functions = (share_memory_, _share_cuda_, _new_shared_cuda)
+    functions = (_share_cuda_, _new_shared_cuda)
     rows: list[Patch] = [(torch.UntypedStorage, function.__name__, function) for function in functions]
+    rows += wrapped(torch.UntypedStorage, share_memory_, is_shared)
     # Shared memory goes with its last user: there is nothing to count.
     return [*rows, (torch.UntypedStorage, "_release_ipc_counter_cuda", lambda *_: None)]
