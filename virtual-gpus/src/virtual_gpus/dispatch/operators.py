@@ -347,15 +347,16 @@ class OpCall:
             if told is not error:
                 raise told from None
 
-    def _error_of_cpu(self, is_refused: bool) -> Exception | None:
+    def _error_of_cpu(self, refused: bool) -> Exception | None:
         """What the CPU's kernel says to these shapes, or None. It computes what it takes, so it is asked of few numbers
-        first: equal sizes stay equal. is_refused: whether PyTorch refuses these without values, so it must those."""
+        first: equal sizes stay equal. refused: whether PyTorch refuses these without values, so it must those."""
         sizes = sorted({size for tensor in self.tensors for size in tensor.shape})
-        few = {size: min(size, 8 + rank) for rank, size in enumerate(sizes, 1)}
-        if self._error_of_zeros(few) is None or (self._error_of_zeros(few, "meta") is not None) != is_refused:
+        few, more = ({size: min(size, least + rank) for rank, size in enumerate(sizes, 1)} for least in (8, 9))
+        if (error := self._error_of_zeros(few)) is None or (self._error_of_zeros(few, "meta") is not None) != refused:
             return None
-        error = self._error_of_zeros({})
-        return None if "DefaultCPUAllocator" in str(error) or str(error) == "ZeroDivisionError" else error
+        again = self._error_of_zeros({} if refused else more)
+        of_few = not refused and str(again) != str(error)  # in words about their sizes
+        return None if of_few or str(again) == "ZeroDivisionError" or "DefaultCPUAllocator" in str(again) else again
 
     def _error_of_zeros(self, few: dict[int, int], device: str = "cpu") -> Exception | None:
         """What the kernel raises for zeros. few: what sizes become; if there are none, a tensor is one, many times."""
