@@ -25,6 +25,7 @@ from measuring import table
 from ranks import until
 from test_run_ranks import leaves_nothing  # noqa: F401  (a fixture for every test here too)
 from virtual_gpus import virtual_gpus
+from virtual_gpus.files import write_whole
 from virtual_gpus.testing import RankError, run, run_ranks
 from virtual_gpus.testing import rank as in_rank
 from virtual_gpus.testing.failures import Failure, _short, _without_middle, run_error
@@ -33,12 +34,6 @@ from virtual_gpus.testing.failures import Failure, _short, _without_middle, run_
 def wait_for_the_end(pid):
     with suppress(psutil.NoSuchProcess):
         until(lambda: psutil.Process(pid).status() == psutil.STATUS_ZOMBIE, seconds=60)
-
-
-def write_whole(path, text):
-    """In one step: who sees the file can read it."""
-    path.with_suffix(".part").write_text(text)
-    path.with_suffix(".part").rename(path)
 
 
 def sleeps(rank, folder):

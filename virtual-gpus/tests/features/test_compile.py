@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from measuring import recorded
 from torch import nn
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from virtual_gpus import record_timeline, virtual_gpus
@@ -136,9 +137,7 @@ def test_a_compiled_module_s_operators_are_fused_if_one_asks_for_it():
 
 def passes(function, *args) -> float:
     """How often the kernels of a call move 256 MiB, to one decimal."""
-    with record_timeline() as timeline:
-        function(*args)
-        torch.cuda.synchronize()
+    timeline = recorded(lambda: (function(*args), torch.cuda.synchronize()))
     return round(timeline.busy_seconds(0) / spec("H200").seconds_to_move(2**28), 1)
 
 

@@ -171,16 +171,13 @@ def convolution(out, into, kind="H200", bias=False, precision="tf32", groups=1, 
     """Seconds of a 3x3 convolution of 8 images of 128 x 128. last: channels last."""
     images, filters, result = (8, into, 128, 128), (out, into // groups, 3, 3), (8, out, 128, 128)
     size = 4 if precision in ("tf32", "fp32") else 2
-    x, w, y = (Operand(shape, size, _strides(shape, last)) for shape in (images, filters, result))
+    layout = torch.channels_last if last else torch.contiguous_format
+    tensors = [torch.empty(shape, device="meta", memory_format=layout) for shape in (images, filters, result)]
+    x, w, y = (Operand(tuple(tensor.shape), size, tensor.stride()) for tensor in tensors)
     inputs, outputs = ((y, x, w), (x, w)) if backward else ((x, w, *[Operand((out,), size)] * bias), (y,))
     how = {"stride": (1,), "transposed": False, "output_padding": (0,), "groups": groups, "output_mask": (1, 1, 0)}
     time = ROWS["convolution_backward" if backward else "convolution"].time
     return time.formula(Operation("", inputs, outputs, spec(kind), precision, arguments=how)).seconds
-
-
-def _strides(shape, last: bool) -> tuple[int, ...]:
-    layout = torch.channels_last if last else torch.contiguous_format
-    return torch.empty(shape, device="meta").contiguous(memory_format=layout).stride()
 
 
 def test_convolutions_on_tensor_cores_where_groups_of_few_channels_do_not_fill_a_tile():
