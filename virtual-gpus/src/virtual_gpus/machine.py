@@ -222,9 +222,8 @@ def get_machine() -> VirtualMachine:
 def recordable() -> VirtualMachine:
     """The active machine, for a recorder. Raises RuntimeError if no virtual GPUs are on."""
     if not _stack:
-        raise RuntimeError(
-            "No virtual GPUs are on. Switch them on first with virtual_gpus(...). For real GPUs, use torch.profiler."
-        )
+        text = "No virtual GPUs are on. Switch them on first with virtual_gpus(...). For real GPUs, use torch.profiler."
+        raise RuntimeError(text)
     return _stack[-1]
 
 

@@ -151,9 +151,8 @@ def reduction_scratch(
     if strides is None:
         strides = [prod(shape[dim + 1 :]) for dim in range(ndim)]
     reduced = tuple(sorted({dim % ndim for dim in dims})) if dims else tuple(range(ndim))
-    return _buffers(
-        tuple(shape), tuple(strides), reduced, partial_bytes, threads, sheet.multi_processor_count, sheet.threads
-    )
+    processors = sheet.multi_processor_count, sheet.threads
+    return _buffers(tuple(shape), tuple(strides), reduced, partial_bytes, threads, *processors)
 
 
 @lru_cache(maxsize=4096)

@@ -43,9 +43,8 @@ from virtual_gpus.machine import VirtualMachine
 from virtual_gpus.patches import captured, table
 from virtual_gpus.timeline import peak
 
-MODULES: list[ModuleType] = [
-    importlib.import_module(module.name) for module in pkgutil.walk_packages(__path__, f"{__name__}.")
-]
+_found = pkgutil.walk_packages(__path__, f"{__name__}.")
+MODULES: list[ModuleType] = [importlib.import_module(module.name) for module in _found]
 _FILES = [figures.read(str(path)) for path in sorted(Path(__file__).parent.rglob("*.toml"))]
 
 

@@ -92,13 +92,8 @@ def cast(value: Any, dtype: torch.dtype) -> Any:
 
 def _may_be_cached(weight: torch.Tensor, dtype: torch.dtype) -> bool:
     """Weights of a network: leaves, no views, cast to the lower precision. Not inference tensors (pytorch 158232)."""
-    return (
-        weight.is_leaf
-        and not weight._is_view()
-        and dtype is _lower_dtype("cuda")
-        and torch.is_autocast_cache_enabled()
-        and not torch.is_inference_mode_enabled()
-    )
+    lowers_weight = weight.is_leaf and not weight._is_view() and dtype is _lower_dtype("cuda")
+    return lowers_weight and torch.is_autocast_cache_enabled() and not torch.is_inference_mode_enabled()
 
 
 def _cast_weight(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -197,8 +192,7 @@ ROUTES = {"composite": composite}
 
 def cast_first(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     """`function`, which answers for operator `name`. Under autocast, it is given cast inputs and runs without it, as
-    the operator's own kernel would. What `AUTOCAST` says of `name` casts inputs.
-    """
+    the operator's own kernel would. What `AUTOCAST` says of `name` casts inputs."""
     return _POLICIES[AUTOCAST[name]](function) if _enabled("cuda") and _casts.value else function
 
 

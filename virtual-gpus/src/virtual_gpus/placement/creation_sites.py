@@ -58,8 +58,6 @@ def may_be_adopted(tensor: torch.Tensor, site: Site) -> bool:
 
 def was_made_in_cpp(tensor: object) -> bool:
     """True for a tensor that C++ made and that no GPU has adopted."""
-    return (
-        isinstance(tensor, torch.Tensor)
-        and gpu_of(tensor) is None
-        and any(storage._record.creation_site is not None for storage in storages(tensor))
-    )
+    if not isinstance(tensor, torch.Tensor) or gpu_of(tensor) is not None:
+        return False
+    return any(storage._record.creation_site is not None for storage in storages(tensor))

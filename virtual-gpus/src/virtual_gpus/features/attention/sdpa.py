@@ -46,9 +46,8 @@ def scaled_dot_product_attention(
     inputs = (query, key, value) if attn_mask is None else (query, key, value, attn_mask)
     rest = {"scale": scale, "enable_gqa": enable_gqa}
     if has_torch_function(inputs):  # a subclass, or a mode
-        return handle_torch_function(
-            scaled_dot_product_attention, inputs, query, key, value, attn_mask, dropout_p, is_causal, **rest
-        )
+        given = query, key, value, attn_mask, dropout_p, is_causal
+        return handle_torch_function(scaled_dot_product_attention, inputs, *given, **rest)
     if any(map(is_wrapper, map(type, inputs))):
         if is_dtensor(query) and (gpu := gpu_of(query.to_local())) is not None:  # its operators know what to shard
             return _attend(gpu, (query, key, value), attn_mask, dropout_p, is_causal, scale, enable_gqa)

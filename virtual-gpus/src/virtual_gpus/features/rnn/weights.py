@@ -53,12 +53,10 @@ def are_flat(net: Network, params: Sequence[Tensor], biases: bool) -> bool:
     """True if the weights are where cuDNN wants them: in one storage, from its beginning, in its order."""
     offsets, total = weight_offsets(net, biases)
     storage = params[0].untyped_storage()
-    return (
-        storage.nbytes() >= total * params[0].element_size()
-        and all(p.storage_offset() == at for p, at in zip(params, offsets, strict=True))
-        and all(p.untyped_storage()._cdata == storage._cdata for p in params)
-        and params[-1].is_contiguous()
-    )
+    if storage.nbytes() < total * params[0].element_size() or not params[-1].is_contiguous():
+        return False
+    in_order = all(p.storage_offset() == at for p, at in zip(params, offsets, strict=True))
+    return in_order and all(p.untyped_storage()._cdata == storage._cdata for p in params)
 
 
 class CastFlat(torch.autograd.Function):

@@ -66,10 +66,8 @@ class Recorder:
             self._deaths = stacks.Deaths() if context == ALL else None
             if self.hear not in self._allocator.observers:
                 self._allocator.observers.append(self.hear)
-            self._blocks = {
-                address: self._recorded(address) or Live(block.requested, block.pool.stream, block.owner)
-                for address, block in self._live_blocks.items()
-            }
+            used = self._live_blocks.items()
+            self._blocks = {at: self._recorded(at) or Live(b.requested, b.pool.stream, b.owner) for at, b in used}
             for address, block in self._blocks.items():
                 self._watch(address, block.owner)
             for address, segment in self._allocator.device.segments.items():

@@ -181,6 +181,4 @@ def patches() -> list[Patch]:
     rows += [(tensor, "_make_wrapper_subclass", staticmethod(_make_wrapper_subclass))]
     rows += [(tensor, "data", property(_raw_data.__get__, _set_data))]
     rows += [(tensor, "__cuda_array_interface__", property(_cuda_array_interface))]
-    if hasattr(torch, "get_device"):
-        rows.append((torch, "get_device", get_device))
-    return rows
+    return [*rows, (torch, "get_device", get_device)]

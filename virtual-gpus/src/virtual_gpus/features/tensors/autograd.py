@@ -1,6 +1,5 @@
 """What autograd checks about devices in C++, where every tensor of a virtual GPU looks like a CPU tensor."""
 
-import sys
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -13,7 +12,7 @@ from torch.autograd.graph import GradientEdge
 from virtual_gpus.dispatch.copies import move
 from virtual_gpus.entrance import entrance
 from virtual_gpus.machine import VirtualGPU, active
-from virtual_gpus.patches.table import Patch, around
+from virtual_gpus.patches.table import Patch, around, in_package
 from virtual_gpus.placement.creation_sites import forget_creation_site, was_made_in_cpp
 from virtual_gpus.placement.storages import device_of, gpu_of, is_wrapper, place
 from virtual_gpus.threads import this_thread
@@ -115,9 +114,8 @@ def _checked(index: int, gradient: object, target: VirtualGPU | None, words: str
     if gradient.dim() == 0:
         return move(gradient, target)
     expected = "cpu" if target is None else f"cuda:{target.index}"
-    raise RuntimeError(
-        f"{words}invalid gradient at index {index} - expected device {expected} but got {device_of(gradient)}"
-    )
+    where = f"expected device {expected} but got {device_of(gradient)}"
+    raise RuntimeError(f"{words}invalid gradient at index {index} - {where}")
 
 
 @entrance
@@ -176,9 +174,7 @@ _make_node.__name__ = _apply.__name__ = "apply"  # by which programs know it, su
 
 def patches() -> list[Patch]:
     grad = property(_get_grad, _set_grad, _raw_grad.__delete__, _raw_grad.__doc__)
-    name = _engine_run_backward.__name__
-    users = (m for m in ("torch.autograd", "torch.autograd.graph") if hasattr(sys.modules[m], name))
     replaced: list[Patch] = [(torch.Tensor, "grad", grad), (BackwardCFunction, "apply", _apply)]
     replaced += [(torch.Tensor, "register_hook", around(torch.Tensor.register_hook, _register_hook))]
     replaced += [(torch.autograd.Function, "apply", classmethod(_make_node))]
-    return replaced + [(sys.modules[m], name, _engine_run_backward) for m in users]
+    return replaced + in_package("torch.autograd", _engine_run_backward)
