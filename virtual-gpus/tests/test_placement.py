@@ -2,6 +2,7 @@
 
 import pickle
 import warnings
+from functools import partial
 
 import numpy as np
 import pytest
@@ -180,13 +181,21 @@ def test_visible_devices_hide_and_reorder(monkeypatch):
                     torch.ones(1, device="cuda")
 
 
+@virtual_gpus(2)
+def test_a_module_goes_where_a_tensor_is():
+    x, make = torch.ones(2, dtype=torch.float64, device=ONE), partial(nn.Linear, 2, 2)
+    for net in (make().to(x), make().to(tensor=x), make().to(x, True)):
+        assert (net.weight.device, net.weight.dtype) == (ONE, torch.float64)
+    assert make(device=ONE).to(torch.ones(1)).weight.device.type == "cpu"
+
+
 def test_numbers_name_gpus_in_builds_without_cuda(monkeypatch):
     """A CPU build of PyTorch knows no number as a device; with the patches for it, this one behaves the same."""
     from virtual_gpus.features.tensors import device_numbers
 
     before = device_numbers._raw_device
     monkeypatch.setattr(device_numbers, "numbers_mean_cuda", lambda: False)
-    assert [name for _, name, _ in device_numbers.patches()] == ["device", "_parse_to"]
+    assert [name for _, name, _ in device_numbers.patches()] == ["_parse_to", "device"]
     for owner, name, replacement in device_numbers.patches():
         monkeypatch.setattr(owner, name, replacement)
     assert torch.device is not before and torch.device(1) == torch.device("cuda", 1) == ONE

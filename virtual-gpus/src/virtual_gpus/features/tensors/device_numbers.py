@@ -1,4 +1,4 @@
-"""`1` means `cuda:1`: true where PyTorch was built for CUDA, so only builds for other machines need these patches.
+"""Devices as arguments: `1` means `cuda:1`, and `net.to(x)` the GPU of `x`.
 
 A CPU build (laptops, macOS) refuses `torch.device(1)` and `net.to(1)` in C++, or takes them for its own accelerator.
 """
@@ -11,7 +11,7 @@ import torch
 from virtual_gpus.patches.table import Patch
 
 _raw_device = torch.device
-_raw_parse_to: Callable[..., tuple[Any, ...]] = torch._C._nn._parse_to
+raw_parse_to: Callable[..., tuple[Any, ...]] = torch._C._nn._parse_to
 
 
 def numbers_mean_cuda() -> bool:
@@ -39,13 +39,17 @@ class device(metaclass=_AnyDevice):
     """torch.device, for which a plain number is a GPU."""
 
 
-def _parse_to(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
+def _parse_to(*args: Any, tensor: torch.Tensor | None = None, **kwargs: Any) -> tuple[Any, ...]:
     """The arguments of Module.to."""
+    other = args[0] if args and tensor is None else tensor
+    if isinstance(other, torch.Tensor):  # C++ would read its device
+        args = (other.device, other.dtype, *args[tensor is None :])
     args = (*map(named, args[:1]), *args[1:])
     if "device" in kwargs:
         kwargs["device"] = named(kwargs["device"])
-    return _raw_parse_to(*args, **kwargs)
+    return raw_parse_to(*args, **kwargs)
 
 
 def patches() -> list[Patch]:
-    return [] if numbers_mean_cuda() else [(torch, "device", device), (torch._C._nn, "_parse_to", _parse_to)]
+    rows: list[Patch] = [(torch._C._nn, "_parse_to", _parse_to)]
+    return rows if numbers_mean_cuda() else [*rows, (torch, "device", device)]

@@ -12,7 +12,7 @@ from virtual_gpus.dispatch.mode import enter_thread
 from virtual_gpus.dispatch.operators import Row
 from virtual_gpus.entrance import entrance
 from virtual_gpus.features.tensors.attributes import get_device
-from virtual_gpus.features.tensors.device_numbers import named
+from virtual_gpus.features.tensors.device_numbers import named, raw_parse_to
 from virtual_gpus.machine import VirtualGPU, active, find_gpu
 from virtual_gpus.patches.table import Patch
 from virtual_gpus.placement.storages import gpu_of, has_values, is_fake, pin
@@ -41,7 +41,8 @@ def _parse_to(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[torch.devi
     position = 2 if args and isinstance(args[0], torch.dtype) else 3
     # PyTorch's parser for modules, used here, knows no such argument.
     copy = args[position] if len(args) > position else kwargs.pop("copy", False)
-    device, dtype, non_blocking, memory_format = torch._C._nn._parse_to(*args[:position], **kwargs)
+    parse = torch._C._nn._parse_to if isinstance(other, int) or "device" in kwargs else raw_parse_to
+    device, dtype, non_blocking, memory_format = parse(*args[:position], **kwargs)
     return device, dtype, copy, memory_format, not non_blocking
 
 
@@ -56,12 +57,13 @@ def to(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     if machine is None or this_thread.in_kernel or has_torch_function_unary(self):  # see `gpu_as_seen`
         return _raw["to"](self, *args, **kwargs)
     device, dtype, copy, memory_format, blocking = _parse_to(args, kwargs)
-    if device is not None and device.type == "meta" and not has_values(self):  # for C++, it is there already
+    kind = None if device is None else device.type
+    if kind == "meta" and not has_values(self):  # for C++, it is there already
         with below():
             return torch.ops.aten._to_copy.default(self, dtype=dtype, memory_format=memory_format)
-    if device is None or device.type not in ("cpu", "cuda"):
+    if device is None or (kind != "cpu" and kind != "cuda"):
         return _raw["to"](self, *args, **kwargs)
-    target = find_gpu(machine, device) if device.type == "cuda" else None
+    target = find_gpu(machine, device) if kind == "cuda" else None
     return _moved(self, target, dtype, memory_format, copy, blocking)
 
 
