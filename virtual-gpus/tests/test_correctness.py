@@ -5,6 +5,7 @@ another order (see test_foreach.py)."""
 import copy
 import io
 import math
+import re
 
 import pytest
 import torch
@@ -193,8 +194,12 @@ def test_zeros_that_cpp_makes_as_gradients_are_where_their_tensor_is(gpus, name)
 
 def test_gradients_of_another_device_are_refused_as_pytorch_does(gpus):
     parameter, on_cpu = nn.Parameter(torch.ones(3, device=gpus[1])), nn.Parameter(torch.ones(3))
-    for target, place in ((parameter, "cpu"), (parameter, gpus[0]), (on_cpu, gpus[1])):
-        with pytest.raises(RuntimeError, match="assigned grad has data located on a different device"):
+    types, numbers = "with device type '{}'", "located on device with index '{}'"
+    wrong = [(parameter, "cpu", types, "cpu", "cuda"), (on_cpu, gpus[1], types, "cuda", "cpu"),
+             (parameter, gpus[0], numbers, 0, 1)]  # fmt: skip
+    for target, place, what, given, own in wrong:
+        text = f"attempting to assign a gradient {what.format(given)} to a tensor {what.format(own)}."
+        with pytest.raises(RuntimeError, match=re.escape(text)):
             target.grad = torch.ones(3, device=place)
     parameter.grad = torch.ones(3, device=gpus[1])
     assert parameter.grad.device == gpus[1]

@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 from contextlib import nullcontext
 from datetime import timedelta
 
@@ -125,6 +126,13 @@ def test_ways_to_share():
         queue.put(torch.ones(3, 4, device="cuda:1"))
         x = queue.get()
         assert (str(x.device), x.shape, x.share_memory_().is_shared()) == ("cuda:1", (3, 4), True)
+
+
+def test_memory_that_processes_share_cannot_grow():
+    with virtual_gpus(1):
+        process = FORK.Process(target=torch.ones(3, device="cuda").share_memory_().resize_, args=(5, 5))
+        process.start()
+        assert join(process) == -signal.SIGSEGV  # as on the CPU
 
 
 def network():

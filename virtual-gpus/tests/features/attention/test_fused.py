@@ -58,7 +58,7 @@ def test_gradients_again_of_some_leaves_by_torch_func_and_of_gradients(kind):
         first = torch.autograd.grad(run(*leaves).square().sum(), leaves, create_graph=True)
         with pytest.raises(RuntimeError, match=NO_SECOND_DERIVATIVE[kind]):
             first[0].sum().backward()
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        with pytest.raises(RuntimeError, match=r"operation: \[(torch\.cuda\.\w+Tensor|CUDABFloat16Type) \["):
             run(*leaves).mul_(2).sum().backward()
         with torch.no_grad():
             run(*leaves).mul_(2)

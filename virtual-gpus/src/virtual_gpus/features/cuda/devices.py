@@ -185,6 +185,5 @@ def patches() -> list[Patch]:
         (torch._C, "_accelerator_maybeExchangeDevice", _maybe_exchange_device),
         (torch, "Generator", Generator),
         (torch.cuda, "default_generators", DefaultGenerators()),
-        (torch, "_use_cudnn_rnn_flatten_weight", lambda: False),  # `flatten_parameters` leaves the weights as they are
         (torch.cuda, "_initialized", False),  # checkpointing asks this before it keeps the generators' states
     ]

@@ -9,6 +9,7 @@ import torch
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge
 
+from virtual_gpus import errors
 from virtual_gpus.dispatch.copies import move
 from virtual_gpus.entrance import entrance
 from virtual_gpus.machine import VirtualGPU, active
@@ -53,7 +54,12 @@ def _set_grad(self: torch.Tensor, gradient: torch.Tensor | None) -> None:
     """`p.grad = g`: on p's own device only (torch/csrc/autograd/python_variable.cpp)."""
     is_checked = isinstance(gradient, torch.Tensor) and not this_thread.in_kernel and active()
     if is_checked and gpu_of(gradient) is not gpu_of(self):
-        raise RuntimeError("assigned grad has data located on a different device")
+        given, own = device_of(gradient), device_of(self)
+        part = "type" if given.type != own.type else "index"
+        what = "with device type" if part == "type" else "located on device with index"
+        values = f"gradient {what} '{getattr(given, part)}' to a tensor {what} '{getattr(own, part)}'"
+        hint = "Please ensure that the gradient and the tensor are on the same device"
+        raise RuntimeError(f"attempting to assign a {values}. {hint}")
     _raw_grad.__set__(self, gradient)
 
 
@@ -74,9 +80,12 @@ def _engine_run_backward(outputs: Sequence[torch.Tensor | GradientEdge], *args: 
             clock.start_backward()
         with nullcontext() if machine is None else machine.around_backward(outputs, checked):
             gradients = _raw_run_backward(outputs, *args, **kwargs)
-    except BaseException:
+    except BaseException as error:
         if not outer:
             _drop_what_waits()
+        on_gpu = any(isinstance(output, torch.Tensor) and gpu_of(output) for output in outputs)
+        if isinstance(error, RuntimeError) and on_gpu and "modified by an inplace operation" in str(error):
+            errors.raise_instead_of(error, "", shapes_only=False)
         raise
     finally:
         this_thread.in_backward = outer
