@@ -185,5 +185,6 @@ def patches() -> list[Patch]:
         (torch._C, "_accelerator_maybeExchangeDevice", _maybe_exchange_device),
         (torch, "Generator", Generator),
         (torch.cuda, "default_generators", DefaultGenerators()),
+        (torch, "_use_cudnn_rnn_flatten_weight", lambda: False),  # recurrent layers run without the feature `rnn` too
         (torch.cuda, "_initialized", False),  # checkpointing asks this before it keeps the generators' states
     ]

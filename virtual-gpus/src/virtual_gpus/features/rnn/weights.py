@@ -105,5 +105,4 @@ def flatten_parameters(self: Any) -> None:
 
 def patches() -> list[Patch]:
     rows: list[Patch] = [(torch.nn.RNNBase, "flatten_parameters", flatten_parameters)]
-    rows += [(torch, "_use_cudnn_rnn_flatten_weight", lambda: False)]  # the weights of other calls stay as they are
     return [*rows, (torch.backends.cudnn, "is_acceptable", is_acceptable)]
