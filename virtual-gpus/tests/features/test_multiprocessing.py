@@ -1,8 +1,8 @@
 """Forked and spawned processes, torch.distributed and DistributedDataParallel."""
 
+import faulthandler
 import json
 import os
-import signal
 from contextlib import nullcontext
 from datetime import timedelta
 
@@ -128,11 +128,16 @@ def test_ways_to_share():
         assert (str(x.device), x.shape, x.share_memory_().is_shared()) == ("cuda:1", (3, 4), True)
 
 
+def grow(x):
+    faulthandler.disable()  # pytest's would print where it ends
+    x.resize_(5, 5)
+
+
 def test_memory_that_processes_share_cannot_grow():
     with virtual_gpus(1):
-        process = FORK.Process(target=torch.ones(3, device="cuda").share_memory_().resize_, args=(5, 5))
+        process = FORK.Process(target=grow, args=(torch.ones(3, device="cuda").share_memory_(),))
         process.start()
-        assert join(process) == -signal.SIGSEGV  # as on the CPU
+        assert join(process) < 0, "a signal ends it, as on the CPU"
 
 
 def network():
