@@ -62,7 +62,7 @@ _BAGS = moves(lambda operation: named_bytes(operation) + operation.nbytes - oper
 _BACK = OperatorClass(_embedding_backward_cost, is_fusible=False)
 _OF_BAGS = not_deterministic("embedding_bag_backward_cuda_max", lambda call: call["mode"] == _MAX)
 OPERATORS = {
-    "embedding": Row(TAKES, packed("indices")),
+    "embedding": Row(TAKES, packed("indices"), refuses_more=True),
     "embedding_dense_backward": Row(_BACK, embedding_backward),
     **dict.fromkeys(("_embedding_bag", "_embedding_bag_forward_only"), Row(_BAGS, embedding_bag)),
     **dict.fromkeys(
