@@ -6,6 +6,8 @@ import copy
 import io
 import math
 import re
+from functools import partial
+from operator import ne
 
 import pytest
 import torch
@@ -411,9 +413,14 @@ def test_half_precision_that_cuda_has_and_no_cpu_is_computed_in_float32(gpus, co
 
 @pytest.mark.filterwarnings("ignore:RNN module weights are not part of single contiguous chunk")
 @pytest.mark.parametrize(("code", "dtype"), [(code, kind) for code, row in rows_of_features("slow") for kind in row])
-def test_half_precision_is_computed_in_float32_where_the_cpu_has_no_kernels_for_it(gpus, monkeypatch, code, dtype):
+def test_half_precision_is_computed_in_float32_where_the_cpu_has_no_kernels_for_it(
+    gpus, monkeypatch, request, code, dtype
+):
     dtype = getattr(torch, dtype)
-    monkeypatch.setattr(half_precision, "slow_types", lambda: (dtype,))
+    for name, kind in (("fp16", torch.float16), ("bf16", torch.bfloat16)):  # whatever this computer's CPU has
+        monkeypatch.setattr(torch.ops.mkldnn, f"_is_mkldnn_{name}_supported", partial(ne, kind, dtype))
+    request.addfinalizer(half_precision.slow_types.cache_clear)
+    half_precision.slow_types.cache_clear()
     monkeypatch.setattr(operators, "OPERATORS_SEEN", {})
     half, wide = half_and_wide(code, dtype, gpus[1])
     assert torch.equal(half[0], wide[0].to(dtype))
