@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode
 
-from virtual_gpus import errors
 from virtual_gpus.dispatch.operators import OpCall
 from virtual_gpus.entrance import entrance_of_dispatch, seen_from_outside
 from virtual_gpus.follower import NO_FOLLOWER
@@ -17,7 +16,6 @@ from virtual_gpus.threads import this_thread
 
 _FAKE = torch._C._TorchDispatchModeKey.FAKE
 _active_mode = torch._C._get_dispatch_mode
-_is_tracing = torch._C._is_tracing
 
 
 class VirtualGPUMode(TorchDispatchMode):
@@ -37,12 +35,10 @@ class VirtualGPUMode(TorchDispatchMode):
                 return NotImplemented  # a wrapper's own rules take it apart, and this mode sees the parts
             if machine is None or this_thread.in_kernel:
                 return func(*args, **(kwargs or {}))
-            if _is_tracing():  # sizes that are read become tensors then, and the accounting needs integers
-                raise errors.not_modelled("torch.jit.trace")
             if _active_mode(_FAKE) is not None or (types and any(map(is_fake, types))):
                 return _run_fake(func, args, kwargs or {})
             call = OpCall(func, args, kwargs or {})
-            return call.op.route(call) if machine.follower is NO_FOLLOWER else machine.follower.follow(call)
+            return (call.op.route if machine.follower is NO_FOLLOWER else machine.follower.follow)(call)
         except BaseException as error:
             args, kwargs = (), None
             text = seen_from_outside(error)

@@ -56,6 +56,9 @@ def patches() -> list[Patch]:
     # The attributes of the manager are those of the current GPU's cache, which it asks for in this way.
     plans = errors.refusing("torch.backends.cuda.cufft_plan_cache")
     rows.append((torch.backends.cuda.cuFFTPlanCacheManager, "__getitem__", plans))
+    # What all tracing calls. Sizes that are read become tensors then, and the accounting needs integers.
+    traced, owners = errors.refusing("torch.jit.trace"), (torch._C, torch._C.ScriptModule)
+    rows += [(owner, name, traced) for owner in owners for name in vars(owner) if "_create" in name and "_trac" in name]
     # Making such a function compiles nothing yet, and programs do that when they are imported.
     jitted = errors.refusing("functions of torch.cuda.jiterator")
     rows.append((torch.cuda.jiterator._JittedFunction, "__call__", jitted))
