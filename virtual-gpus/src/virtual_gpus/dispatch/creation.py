@@ -73,7 +73,7 @@ def _allocation_before_filling(call: OpCall) -> StorageAllocation | None:
     elements = 1  # at most, of all numbers that are given
     for value in call.args * 2 if call.op.name == "eye" else call.args:
         number = prod(value) if isinstance(value, list) else value
-        elements *= max(1, abs(number)) if isinstance(number, (int, float)) else 1
+        elements *= abs(number) if isinstance(number, (int, float)) and abs(number) > 1 else 1
     if elements < _LARGE:
         return None
     without = {k: v for k, v in call.kwargs.items() if k != "generator"}

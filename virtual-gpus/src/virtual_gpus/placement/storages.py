@@ -278,7 +278,7 @@ def empty_in(
     """
     device = _CPU if allocation is None else allocation.gpu.machine.tensor_device
     if strides is None:
-        tensor = _empty(shape, dtype=dtype, device=device)
+        tensor = _empty(size=shape, dtype=dtype, device=device)  # by its name: C++ parses it in less time
     else:
         tensor = _empty_strided(shape, strides, dtype=dtype, device=device)
     return tensor if allocation is None else put(tensor, allocation)

@@ -131,7 +131,7 @@ def patches() -> list[Patch]:
     rows: list[Patch] = [(torch.Tensor, f.__name__, f) for f in (new_tensor, new)]
     rows += [(torch, name, _maker(name)) for name in _raw_make]
     rows += [(owner, name, around(getattr(owner, name), _beside_input)) for owner, name in _FOR_ITSELF]
-    return rows + [(torch, name, _joining(function)) for name, function in _factories()]
+    return rows + [(torch, name, _Factory(function, function)) for name, function in _factories()]
 
 
 def _factories() -> list[tuple[str, Make]]:
@@ -140,19 +140,6 @@ def _factories() -> list[tuple[str, Make]]:
     likes = {f for n, f in vars(torch).items() if n.endswith("_like")}
     makers = {id(f) for f in _device_constructors() | likes}
     return [(n, f) for n, f in vars(torch).items() if id(f) in makers and n not in _raw_make]
-
-
-def _joining(make: Make) -> Make:
-    """C++ asks `_lazy_init` once per process; a thread that was there before the GPUs must join all the same."""
-
-    def factory(*args: Any, **kwargs: Any) -> torch.Tensor:
-        if this_thread.mode is None:
-            enter_thread()
-        if "device" in kwargs:
-            kwargs["device"] = named(kwargs["device"])
-        return make(*args, **kwargs)
-
-    return _Factory(make, factory)
 
 
 class _Factory:
@@ -170,6 +157,10 @@ class _Factory:
         asked = (args[:1] or (kwargs.get("input"),)) if self._is_like else ()
         if torch._C._is_torch_function_mode_enabled() or (asked and has_torch_function(asked)):
             return handle_torch_function(self, asked, *args, **kwargs)
+        if this_thread.mode is None:  # C++ asks `_lazy_init` once per process, and a thread may be older than the GPUs
+            enter_thread()
+        if "device" in kwargs:
+            kwargs["device"] = named(kwargs["device"])
         try:
             return self._factory(*args, **kwargs)
         except RuntimeError as error:
