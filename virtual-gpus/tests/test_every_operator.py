@@ -130,9 +130,9 @@ def test_a_copy_within_a_gpu_has_its_own_name_and_errors_of_the_package_are_not_
     with pytest.raises(AttributeError) as error:
         x + 1
     assert error.traceback[-1].path.name == "timing.py"
-    monkeypatch.setattr(timing, "_form", lambda tensor: torch.ones(2) @ torch.ones(3))
+    monkeypatch.setattr(timing, "_more", lambda call: torch.ones(2) @ torch.ones(3))
     with pytest.raises(RuntimeError, match="size"):
-        x + 1
+        x @ x
 
 
 def test_an_operator_of_higher_order_has_all_facts():

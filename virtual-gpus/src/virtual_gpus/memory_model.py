@@ -121,7 +121,7 @@ def _sheet(gpu: GPUSpec | str) -> GPUSpec:
 
 # ---- reductions
 
-_MIN_VALUES, _MAX_VALUES = 16, 256  # values that one thread adds up
+_MIN_VALUES, MAX_VALUES = 16, 256  # values that one thread adds up
 _WARP = 32
 _VECTOR = 4  # elements that a thread loads at once
 
@@ -145,8 +145,6 @@ def reduction_scratch(
     such a sum over the rows of a wide matrix, and its buffer is often larger than the matrix itself. The division
     follows `setReduceConfig` (aten/src/ATen/native/cuda/Reduce.cuh). The bytes equal those in the traces of an H200.
     """
-    if prod(shape) <= _MAX_VALUES:  # far too little for more than one block
-        return 0, 0
     sheet, ndim = _sheet(gpu), len(shape)
     if strides is None:
         strides = [prod(shape[dim + 1 :]) for dim in range(ndim)]
@@ -173,14 +171,14 @@ def _buffers(
         dim0 //= vector
     width, height = _thread_block(dim0, dim1, threads // vector)
     step_input, step_output = (width, 1) if along_input else (1, width)
-    if ceil_div(inputs, step_input) < min(height * 16, _MAX_VALUES):
+    if ceil_div(inputs, step_input) < min(height * 16, MAX_VALUES):
         return 0, 0
     values = ceil_div(inputs, step_input * height)
     grid = ceil_div(outputs // vector, step_output)
     wanted = processors * (per_processor // (width * height))
-    if values < _MAX_VALUES or grid > wanted:
+    if values < MAX_VALUES or grid > wanted:
         return 0, 0
-    blocks = max(min(ceil_div(wanted, grid), ceil_div(values, _MIN_VALUES)), ceil_div(values, _MAX_VALUES))
+    blocks = max(min(ceil_div(wanted, grid), ceil_div(values, _MIN_VALUES)), ceil_div(values, MAX_VALUES))
     if blocks <= 1:
         return 0, 0
     return partial_bytes * outputs * blocks * (1 if along_input else width * vector), 4 * grid

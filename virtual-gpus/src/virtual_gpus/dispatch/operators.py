@@ -106,6 +106,7 @@ class Operator:
         self._read_dispatcher(func)
         self._read_random_numbers(func)
         self.needs_values = bool({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & self.tags)
+        self.is_pointwise = torch.Tag.pointwise in self.tags
         self.arguments = tuple(name for name in self.row.time.arguments if name in self.positions)
         self.wants_more = self.row.time.depends_on_strides or bool(self.arguments)
         self.recipe = self.row.recipe or OpCall.run
@@ -319,7 +320,7 @@ class OpCall:
         """What PyTorch answers without values. The CPU's kernel refuses more, so where that shows, it is asked too."""
         result, op = self._call_kernel(), self.op
         counts = self.on_one_gpu and all(tensor.dtype is not torch.bool for tensor in self.tensors)  # not so of a mask
-        if (op.row.refuses_more and counts) or (op.in_place and torch.Tag.pointwise in op.tags):
+        if (op.row.refuses_more and counts) or (op.in_place and op.is_pointwise):
             self._refuse(None)
         return result
 

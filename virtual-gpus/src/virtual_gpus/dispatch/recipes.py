@@ -17,7 +17,7 @@ import torch
 from virtual_gpus.clock.cost import READS_AND_WRITES, moves
 from virtual_gpus.dispatch.half_precision import widened_if_refused
 from virtual_gpus.dispatch.operators import OpCall, Row
-from virtual_gpus.memory_model import reduction_scratch
+from virtual_gpus.memory_model import MAX_VALUES, reduction_scratch
 from virtual_gpus.placement.storages import CHANNELS_LAST, nbytes
 
 _CopyBytes, _Result = Callable[[torch.Tensor], int], torch.Tensor | tuple[torch.Tensor, ...]
@@ -52,10 +52,12 @@ channels_first = partial(packed, copy_of=channels_first_copy)
 
 def take_buffers(call: OpCall, tensor: torch.Tensor, partial_bytes: int) -> None:
     """Take and give back what reducing `tensor` needs, along the call's dimensions if it has any, after the result."""
+    if tensor.numel() <= MAX_VALUES:  # a block of threads is enough
+        return
     dims, threads = call["dim"] if "dim" in call.op.positions else None, _THREADS.get(tensor.dtype, 512)
     dims, spec, strides = (dims,) if isinstance(dims, int) else dims, call.gpu.spec, tensor.stride()
     sizes = reduction_scratch(tensor.shape, spec, dims, strides=strides, partial_bytes=partial_bytes, threads=threads)
-    if any(sizes):  # of few numbers there are none
+    if any(sizes):
         call.scratch(*sizes)
 
 

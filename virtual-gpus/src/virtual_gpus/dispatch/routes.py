@@ -28,7 +28,8 @@ def ordinary(call: OpCall) -> Any:
     """Most operators, with all tensors on one GPU."""
     if not call.on_one_gpu:
         return on_host(call) if call.gpu is None else particular(call)
-    result = call.op.recipe(call)
+    recipe = call.op.recipe  # not called at once: Python would look for a method first
+    result = recipe(call)
     charge_op(call, result)
     return result
 

@@ -28,7 +28,7 @@ launch_times: dict[Any, "LaunchTimes"] = {}
 _allows_tf32, _grad_enabled = torch._C._get_fp32_precision_getter, torch.is_grad_enabled
 _Tensor, _Dtype, _stride = torch.Tensor, torch.dtype, torch.Tensor.stride
 # Not comprehensions: a call into Python per operator costs, and a generator that is cut short swallows a Ctrl-C.
-_form, _is_trained = attrgetter("shape", "dtype"), attrgetter("requires_grad")
+_form = attrgetter("shape", "dtype")
 _PLAIN = frozenset((bool, int, float, str, type(None)))
 _MOST = 65536  # times that are kept
 _NO_MORE: tuple[Any, ...] = (), (), "", False
@@ -53,16 +53,21 @@ def charge_op(call: OpCall, result: Any) -> None:
         machine.clock.spend(machine.clock.host.view, gpu.slot)
         return
     try:
-        if type(result) is _Tensor:
-            made = None if op.in_place and result is tensors[0] else _form(result)
+        if type(result) is not _Tensor:
+            made: Any = tuple(map(_form, tensors_in(result) or filled(call)))
+        elif op.in_place and result is tensors[0]:
+            made = None
         else:
-            made = tuple(map(_form, tensors_in(result) or filled(call)))
-        key = gpu.spec.kind, op, _more(call) if op.wants_more else None, made, *map(_form, tensors)
+            made = result.dtype if op.is_pointwise else (result.shape, result.dtype)
+        more = _more(call) if op.wants_more else None
+        key = gpu.spec.kind, op, more, made
+        for tensor in tensors:  # flat: tuples within tuples take longer to compare
+            key += tensor.shape, tensor.dtype
     except RuntimeError:
         if any(part.is_nested or torch.nn.parameter.is_lazy(part) for part in (*tensors, *tensors_in(result))):
             return  # neither has a shape: they take no modelled time
         raise
-    needs = launch_times.get(key) or keep(key, gpu, op, _operation(call, tensors_in(result) or filled(call), key[2]))
+    needs = launch_times.get(key) or keep(key, gpu, op, _operation(call, tensors_in(result) or filled(call), more))
     if needs.seconds:
         issue(gpu, op.base, tensors, needs, call)
     else:
@@ -78,9 +83,11 @@ def issue(
     runs in this thread, or records and one of the tensors is trained.
     """
     machine, stream, seconds, host = gpu.machine, gpu.stream_of_thread.value, needs.seconds, needs.host
-    clock = machine.clock
-    if trains or (trains is None and (this_thread.in_backward or (_grad_enabled() and any(map(_is_trained, tensors))))):
-        host += clock.host.training
+    if trains is None and not (trains := this_thread.in_backward) and _grad_enabled():
+        for tensor in tensors:
+            trains = trains or tensor.requires_grad
+    if trains:
+        host += machine.clock.host.training
     if machine.charger is not None:
         tensors = list(tensors)
         machine.charger.before(gpu, tensors)
@@ -88,7 +95,7 @@ def issue(
         seconds = machine.measured.seconds(key_of(call.func, call.args, call.kwargs), seconds)
     if gpu.late:
         gpu.late.hold(gpu, tensors)
-    clock.launch(gpu.slot, stream, seconds, host, name, needs.further)
+    machine.clock.launch(gpu.slot, stream, seconds, host, name, needs.further)
 
 
 def launch(

@@ -206,9 +206,10 @@ def _has_lt_bias(call: OpCall) -> bool:
     shape = mat2.shape
     if call.kwargs.get("beta", 1) != 1 or bias.dtype not in _LT_TYPES or len(shape) != 2 or min(shape) < 2:
         return False
-    if bias.is_contiguous() and 1 <= bias.dim() <= 2 and bias.numel() == bias.shape[-1] == shape[1]:
+    sizes, columns = bias.shape, shape[1]
+    if (sizes == (columns,) or sizes == (1, columns)) and bias.is_contiguous():
         return True
-    half = bias.dim() == 2 and bias.dtype in _LT_TYPES[2:] and bias.is_contiguous() and bias.shape[0] > 1
+    half = len(sizes) == 2 and bias.dtype in _LT_TYPES[2:] and bias.is_contiguous() and sizes[0] > 1
     return half and call.gpu.machine.settings.version >= _LT_FOR_MATRICES_AS_BIAS
 
 

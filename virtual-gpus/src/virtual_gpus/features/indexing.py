@@ -53,7 +53,8 @@ def _gpu_of_index(call: OpCall, index: torch.Tensor) -> VirtualGPU | None:
 
 def index(call: OpCall) -> torch.Tensor:
     """CUDA makes copies of the indices before the result."""
-    return call.run_with(*_make_indices(call))
+    made = _make_indices(call)
+    return call.run_with(*made) if made else call.run()
 
 
 def index_put(call: OpCall) -> torch.Tensor:
@@ -97,14 +98,17 @@ def _make_indices(call: OpCall) -> list[int]:
     indices: list[torch.Tensor | None] = []
     made: list[int] = []
     for index in given:
+        if index is None or (call.on_one_gpu and index.dtype is torch.int64):
+            indices.append(index)
+            continue
         at, expanded = len(indices), [index]
-        where = None if index is None else call.gpu if call.on_one_gpu else _gpu_of_index(call, index)
-        if index is not None and index.dtype not in _MASKS:
+        where = call.gpu if call.on_one_gpu else _gpu_of_index(call, index)
+        if index.dtype not in _MASKS:
             if where is None:
                 send(nbytes(index), None, call.gpu, is_pinned(index), blocking=True)
             if where is None or index.dtype != torch.int64:
                 made.append(8 * index.numel())
-        elif index is not None and where is call.gpu and not fills:
+        elif where is call.gpu and not fills:
             fits = index.dtype == torch.bool and index.shape == tensor.shape[at:][: index.dim()]
             if not fits:  # C++ warns of bytes, refuses shapes
                 charge_read(call)
