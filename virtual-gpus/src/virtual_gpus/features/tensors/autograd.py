@@ -83,9 +83,9 @@ def _engine_run_backward(outputs: Sequence[torch.Tensor | GradientEdge], *args: 
     except BaseException as error:
         if not outer:
             _drop_what_waits()
-        on_gpu = any(isinstance(output, torch.Tensor) and gpu_of(output) for output in outputs)
-        if isinstance(error, RuntimeError) and on_gpu and "modified by an inplace operation" in str(error):
-            errors.raise_instead_of(error, "", shapes_only=False)
+        if isinstance(error, RuntimeError) and "modified by an inplace operation" in str(error):
+            if any(isinstance(output, torch.Tensor) and gpu_of(output) for output in outputs):
+                errors.raise_instead_of(error, "", shapes_only=False)
         raise
     finally:
         this_thread.in_backward = outer
