@@ -10,6 +10,7 @@ import weakref
 import pytest
 import snapshots
 import torch
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from virtual_gpus import active_machine, virtual_gpus
 from virtual_gpus.features.cuda import devices
 from virtual_gpus.patches import table
@@ -186,6 +187,12 @@ def test_tensors_that_outlive_their_gpus_are_cpu_tensors():
     assert weight.grad.tolist() == [2.0] * 3
     normalized.backward()
     assert weight.grad.tolist() == pytest.approx([3.0] * 3)
+
+
+def test_functions_that_were_imported_while_gpus_were_on_leave_no_mode_behind():
+    with virtual_gpus(1):
+        make = [torch.tensor, torch.ones]
+    assert in_thread(lambda: [*(f([2]).device.type for f in make), *_get_current_dispatch_mode_stack()]) == ["cpu"] * 2
 
 
 def test_started_in_one_thread_and_stopped_in_another():

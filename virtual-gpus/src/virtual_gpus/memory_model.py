@@ -148,7 +148,7 @@ def reduction_scratch(
     sheet, ndim = _sheet(gpu), len(shape)
     if strides is None:
         strides = [prod(shape[dim + 1 :]) for dim in range(ndim)]
-    reduced = tuple(sorted({dim % ndim for dim in dims})) if dims else tuple(range(ndim))
+    reduced = tuple(sorted({dim % (ndim or 1) for dim in dims})) if dims else tuple(range(ndim))
     processors = sheet.multi_processor_count, sheet.threads
     return _buffers(tuple(shape), tuple(strides), reduced, partial_bytes, threads, *processors)
 

@@ -16,7 +16,7 @@ def test_partial_sums_are_those_of_an_h200_s_steps_and_depend_on_the_gpu_and_the
     assert reduction_scratch((1000, 10_000), "H200") == (4 * 528, 4)  # the mean of 10,000,000 losses: 3,072 bytes
     assert reduction_scratch((8192, 256), "H200", [0])[0] > reduction_scratch((8192, 256), "K80", [0])[0]
     assert reduction_scratch((8192, 256), "H200", [1]) == (0, 0)  # 8,192 outputs keep the GPU busy: no need to cut
-    for shape, dims in (((8, 256), [0]), ((0, 4), [0]), ((), None)):
+    for shape, dims in (((8, 256), [0]), ((0, 4), [0]), ((), None), ((), [0])):
         assert reduction_scratch(shape, "H200", dims) == (0, 0)
     found = reduction_scratch((384, 2048), "H200", [-1], strides=(1, 384))
     assert found == reduction_scratch((2048, 384), "H200", [0])

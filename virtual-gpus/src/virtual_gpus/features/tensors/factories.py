@@ -157,7 +157,7 @@ class _Factory:
         asked = (args[:1] or (kwargs.get("input"),)) if self._is_like else ()
         if torch._C._is_torch_function_mode_enabled() or (asked and has_torch_function(asked)):
             return handle_torch_function(self, asked, *args, **kwargs)
-        if this_thread.mode is None:  # C++ asks `_lazy_init` once per process, and a thread may be older than the GPUs
+        if this_thread.mode is None and active() is not None:  # C++ asks `_lazy_init` once per process, for all threads
             enter_thread()
         if "device" in kwargs:
             kwargs["device"] = named(kwargs["device"])
