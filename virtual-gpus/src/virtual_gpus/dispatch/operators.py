@@ -91,7 +91,7 @@ class Operator:
     inputs alone. is_composite: whether it calls operators that autograd sees. has_parts: whether it calls others.
     needs_values: whether it returns a value, or something whose size depends on values. arguments: those on which its
     time depends. wants_more: whether it has such arguments, or its time depends on strides. takes_generator: whether
-    its numbers come from a generator that it is given.
+    its numbers come from a generator that it is given. is_pointwise: by its tag; shapes of results follow from inputs.
     """
 
     def __init__(self, func: _Func):
@@ -285,6 +285,8 @@ class OpCall:
 
     def run_with(self, *held: int) -> Any:
         """`run`, with `scratch` that CUDA takes before the results, and keeps until the kernel is done."""
+        if not held:
+            return self.run()
         with self.scratch(*held):
             return self.run()
 

@@ -58,7 +58,7 @@ def charge_op(call: OpCall, result: Any) -> None:
         elif op.in_place and result is tensors[0]:
             made = None
         else:
-            made = result.dtype if op.is_pointwise else (result.shape, result.dtype)
+            made = result.dtype if op.is_pointwise else (result.shape, result.dtype)  # its shape follows from theirs
         more = _more(call) if op.wants_more else None
         key = gpu.spec.kind, op, more, made
         for tensor in tensors:  # flat: tuples within tuples take longer to compare

@@ -53,8 +53,7 @@ def _gpu_of_index(call: OpCall, index: torch.Tensor) -> VirtualGPU | None:
 
 def index(call: OpCall) -> torch.Tensor:
     """CUDA makes copies of the indices before the result."""
-    made = _make_indices(call)
-    return call.run_with(*made) if made else call.run()
+    return call.run_with(*_make_indices(call))
 
 
 def index_put(call: OpCall) -> torch.Tensor:

@@ -59,7 +59,6 @@ def _maker(name: str) -> Make:
         if source is None and (device is None or device.type != "cuda"):
             kwargs = kwargs if device is None else {**kwargs, "device": device}
             return pin(make(*args, **kwargs)) if kwargs.pop("pin_memory", False) else make(*args, **kwargs)
-        enter_thread()
         target = source if device is None else find_gpu(machine, device) if device.type == "cuda" else None
         return _make_on(make, name, target, *args, **kwargs)
 
@@ -157,7 +156,7 @@ class _Factory:
         asked = (args[:1] or (kwargs.get("input"),)) if self._is_like else ()
         if torch._C._is_torch_function_mode_enabled() or (asked and has_torch_function(asked)):
             return handle_torch_function(self, asked, *args, **kwargs)
-        if this_thread.mode is None and active() is not None:  # C++ asks `_lazy_init` once per process, for all threads
+        if this_thread.mode is None and active() is not None:  # older threads join here: C++ asks once per process
             enter_thread()
         if "device" in kwargs:
             kwargs["device"] = named(kwargs["device"])
